@@ -1,6 +1,6 @@
 """Send statements in the transaction of a caller's session or connection, whichever driver it has.
 
-What is to be sent, and what follows from the answers, is a generator of ``Batch``, which is the same for all drivers.
+What is to be sent, and what follows from the answers, is a generator of ``Step``, which is the same for all drivers.
 No driver and nothing of SQLAlchemy is imported here: objects of their classes exist only if the caller has done so.
 """
 
@@ -34,7 +34,7 @@ _PIPELINE_OFF: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Step:
     """What is ready to be sent: a statement and its parameters.
 
     answers  the statement returns rows.
@@ -47,30 +47,30 @@ class Batch:
 
 Rows = Sequence[Sequence[Any]]
 """What a statement returned."""
-Steps = Generator[Batch, Any, T]
+Steps = Generator[Step, Any, T]
 """Yields what is to be sent, gets its Rows, and returns the result."""
 
 
-def run(steps: Steps[T], send: Callable[[Batch], Rows]) -> T:
-    """Take the steps. Returns their result."""
+def run(steps: Steps[T], send: Callable[[Step], Rows]) -> T:
+    """Send each step, give its rows to what yielded it, and return the result of the last."""
     rows: Rows | None = None  # what starts a generator
     while True:
         try:
-            batch = steps.send(rows)
+            step = steps.send(rows)
         except StopIteration as end:
             return cast("T", end.value)
-        rows = send(batch)
+        rows = send(step)
 
 
-async def run_async(steps: Steps[T], send: Callable[[Batch], Awaitable[Rows]]) -> T:
-    """Do the same with an asynchronous target."""
+async def run_async(steps: Steps[T], send: Callable[[Step], Awaitable[Rows]]) -> T:
+    """Return the same as ``run``, for an asynchronous target."""
     rows: Rows | None = None
     while True:
         try:
-            batch = steps.send(rows)
+            step = steps.send(rows)
         except StopIteration as end:
             return cast("T", end.value)
-        rows = await send(batch)
+        rows = await send(step)
 
 
 class Explained:
@@ -122,26 +122,26 @@ class Sender:
     explained: AbstractContextManager[None] = field(default_factory=nullcontext)
     flushes: bool = True
 
-    def to(self, target: Any) -> Callable[[Batch], Rows]:
-        """Return what sends a batch to this target. Raises TargetError."""
+    def to(self, target: Any) -> Callable[[Step], Rows]:
+        """Return a function that sends a step in the target's transaction, and returns its rows. Raises TargetError."""
         found = _targets.sync_target(target, self.taker, self.async_taker)
         if _targets.is_psycopg(found):
-            return lambda batch: self._to_psycopg(found, batch)
+            return lambda step: self._to_psycopg(found, step)
         if _targets.is_session(found):
-            return lambda batch: self._to_session(found, batch)
-        return lambda batch: self._to_connection(found, batch)
+            return lambda step: self._to_session(found, step)
+        return lambda step: self._to_connection(found, step)
 
-    def to_async(self, target: Any) -> Callable[[Batch], Awaitable[Rows]]:
-        """Return the same for an asynchronous target."""
+    def to_async(self, target: Any) -> Callable[[Step], Awaitable[Rows]]:
+        """Return the same as ``to``, for an asynchronous target."""
         found: Any = _targets.async_target(target, self.async_taker, self.taker)
         if _targets.is_asyncpg(found):
-            return lambda batch: self._to_asyncpg(found, batch)
+            return lambda step: self._to_asyncpg(found, step)
         if not _targets.is_sqlalchemy_async(found):
-            return lambda batch: self._to_async_psycopg(found, batch)
+            return lambda step: self._to_async_psycopg(found, step)
         send = self._to_session if hasattr(found, "sync_session") else self._to_connection
-        return lambda batch: found.run_sync(send, batch)
+        return lambda step: found.run_sync(send, step)
 
-    def _to_session(self, session: Session, batch: Batch) -> Rows:
+    def _to_session(self, session: Session, step: Step) -> Rows:
         from sqlalchemy.exc import UnboundExecutionError
 
         if self.flushes:
@@ -152,24 +152,24 @@ class Sender:
             raise TargetError(
                 "the session has no single database; give session.connection(bind_arguments={'mapper': …}) instead"
             ) from error
-        return self._to_connection(connection, batch)
+        return self._to_connection(connection, step)
 
-    def _to_connection(self, connection: sa.Connection, batch: Batch) -> Rows:
+    def _to_connection(self, connection: sa.Connection, step: Step) -> Rows:
         if connection.dialect.name != "postgresql":
             raise TargetError(f"{self.what} lives in Postgres, this connection goes to {connection.dialect.name}")
         if getattr(connection.connection.dbapi_connection, "autocommit", False):
             raise self._no_transaction("the connection's isolation level is AUTOCOMMIT; use another")
         with self.explained:
             translated = connection.get_execution_options().get("schema_translate_map") or {}
-            values = batch.values
+            values = step.values
             if "schema" in values:
                 values = {**values, "schema": translated.get(values["schema"], values["schema"])}
             # Never streamed, as the connection's options may want: the server has no cursors for INSERT.
             options = {"stream_results": False, "yield_per": None}
-            result = connection.execute(batch.statement.sqlalchemy(translated), values, execution_options=options)
-            return result.all() if batch.answers else ()
+            result = connection.execute(step.statement.sqlalchemy(translated), values, execution_options=options)
+            return result.all() if step.answers else ()
 
-    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: Batch) -> Rows:
+    def _to_psycopg(self, connection: psycopg.Connection[Any], step: Step) -> Rows:
         module = sys.modules["psycopg"]  # faster than an import in each call
         if _state_unknown(connection):
             with connection.pipeline():
@@ -178,10 +178,10 @@ class Sender:
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
         cursor = module.Cursor(connection, row_factory=module.rows.tuple_row)
         with self._explained_to(connection):
-            cursor.execute(batch.statement.psycopg, batch.values)
-        return cast("Rows", cursor.fetchall()) if batch.answers else ()
+            cursor.execute(step.statement.psycopg, step.values)
+        return cast("Rows", cursor.fetchall()) if step.answers else ()
 
-    async def _to_async_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: Batch) -> Rows:
+    async def _to_async_psycopg(self, connection: psycopg.AsyncConnection[Any], step: Step) -> Rows:
         module = sys.modules["psycopg"]
         if _state_unknown(connection):
             async with connection.pipeline():
@@ -189,16 +189,16 @@ class Sender:
         self._require_transaction(connection)
         cursor = module.AsyncCursor(connection, row_factory=module.rows.tuple_row)
         with self._explained_to(connection):
-            await cursor.execute(batch.statement.psycopg, batch.values)
-        return cast("Rows", await cursor.fetchall()) if batch.answers else ()
+            await cursor.execute(step.statement.psycopg, step.values)
+        return cast("Rows", await cursor.fetchall()) if step.answers else ()
 
-    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: Batch) -> Rows:
+    async def _to_asyncpg(self, connection: AsyncpgConnection, step: Step) -> Rows:
         if not connection.is_in_transaction():
             raise self._no_transaction(
                 "asyncpg commits each statement by itself; open one with connection.transaction()"
             )
         with self.explained:
-            return await connection.fetch(*batch.statement.asyncpg(batch.values))
+            return await connection.fetch(*step.statement.asyncpg(step.values))
 
     def _require_transaction(self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
         if connection.autocommit and connection.pgconn.transaction_status == _IDLE:
@@ -212,7 +212,10 @@ class Sender:
     def _explained_to(
         self, connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
     ) -> AbstractContextManager[None]:
-        """Within a pipeline, errors may be those of the caller's own statements, and are left as they are."""
+        """Return the block in which a statement is executed, which explains its errors.
+
+        Within a pipeline these may be errors of the caller's own statements, and are left as they are.
+        """
         return nullcontext() if _in_pipeline(connection) else self.explained
 
 

@@ -63,7 +63,7 @@ class Statement:
         return [text, *(values[name] for name in names)]
 
     def sqlalchemy(self, translated: Mapping[str | None, str | None]) -> sa.TextClause:
-        """Return it for SQLAlchemy. ``translated``: the connection's schema_translate_map."""
+        """Return what SQLAlchemy executes with the values. ``translated``: the connection's schema_translate_map."""
         return _clause(self._template, translated.get(self._schema, self._schema))
 
     @cached_property
@@ -208,7 +208,10 @@ _NOT_BEFORE: Final = (
 
 
 def _rows(names: tuple[str, ...]) -> str:
-    """Return arrays as rows of ``new``, numbered by ``n``. There are several, so unnest is syntax, and pg_catalog's."""
+    """Return SQL that makes rows of ``new``, numbered by ``n``, of a bound array for each name.
+
+    There are several, so unnest is syntax, and pg_catalog's.
+    """
     arrays = ", ".join(f"CAST(%({name})s AS {_plain(name)}[])" for name in names)
     return f"unnest({arrays}) WITH ORDINALITY AS new({_listed(names)}, n)"
 

@@ -16,7 +16,7 @@ from uuid import UUID
 import orjson
 
 from outbox import _payload, _statements, _topics, _trace
-from outbox._sending import Batch, Explained, Rows, Sender, Steps
+from outbox._sending import Explained, Rows, Sender, Step, Steps
 from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused, SchemaError, TargetError
 from outbox.event import CE_SUBJECT, CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, check_header
 from outbox.serializing import Serializer, serialize
@@ -113,11 +113,11 @@ class Writer:
         if self._unique_keys and any(event.idempotency_key is not None for event in events):
             return (yield from self._unique(events, rows, when, lock_key=lock_key))
         if when is not None:
-            yield Batch(_statements.schedule_many(self._schema), {**_lists(rows), **when})
+            yield Step(_statements.schedule_many(self._schema), {**_lists(rows), **when})
         elif not lock_key and len(rows) == 1:
-            yield Batch(_statements.insert_one(self._schema), rows[0])
+            yield Step(_statements.insert_one(self._schema), rows[0])
         else:
-            yield Batch(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
+            yield Step(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
         return list(ids)
 
     def _unique(
@@ -141,7 +141,7 @@ class Writer:
         _check_owners(events, owners)
         while chosen:
             values = _lists(chosen, (*_statements.COLUMNS, _statements.KEY))
-            answer = yield Batch(statement, {**values, **(when or {})}, answers=True)
+            answer = yield Step(statement, {**values, **(when or {})}, answers=True)
             owners |= _owners(row for row in answer if row[2] is not None)
             _check_owners(events, owners)
             fresh = {(kind, key) for kind, key, *_ in answer}
@@ -149,7 +149,7 @@ class Writer:
             if not old:
                 break
             values = _lists(old, ("aggregate_type", _statements.KEY))
-            found = _owners((yield Batch(_statements.known_keys(self._schema), values, answers=True)))
+            found = _owners((yield Step(_statements.known_keys(self._schema), values, answers=True)))
             owners |= found
             _check_owners(events, owners)
             # One that was forgotten between the two statements is new.
@@ -159,24 +159,24 @@ class Writer:
         ]
         return [UUID(row["event_id"] if one is None else one[0]) for one, row in zip(first, rows, strict=True)]
 
-    def reschedule(self, event_id: UUID, when: Mapping[str, Any] | None) -> Batch:
-        """Return the statement that changes the time of a scheduled event. Raises EventError."""
+    def reschedule(self, event_id: UUID, when: Mapping[str, Any] | None) -> Step:
+        """Return the step that changes the time of a scheduled event: a row, if there is one. Raises EventError."""
         check_event_id(event_id)
         if when is None:
             raise EventError("not_before", "is missing, and so is delay: one of them says when")
-        return Batch(_statements.reschedule(self._schema), {"event_id": str(event_id), **when}, answers=True)
+        return Step(_statements.reschedule(self._schema), {"event_id": str(event_id), **when}, answers=True)
 
-    def checking(self) -> Batch:
-        """Return the statement that shows whether the writer can work; see ``checked``."""
+    def checking(self) -> Step:
+        """Return the step whose rows show whether the writer can work; see ``checked``."""
         needed = [("events", name, "INSERT") for name in _statements.COLUMNS]
         needed += [("scheduled", name, "") for name in (*_statements.COLUMNS, "not_before")]
         rights = ("INSERT", "SELECT") if self._unique_keys else ("",)
         needed += [("idempotency_keys", name, right) for name in _statements.KEY_COLUMNS for right in rights]
         values = dict(zip(("tables", "names", "rights"), map(list, zip(*needed, strict=True)), strict=True))
-        return Batch(_statements.check(), {"schema": self._schema, **values}, answers=True)
+        return Step(_statements.check(), {"schema": self._schema, **values}, answers=True)
 
     def checked(self, rows: Rows) -> None:
-        """Raise SchemaError or TargetError for what ``checking`` has shown."""
+        """Raise SchemaError or TargetError for what the rows of ``checking`` name."""
         problems: dict[str, list[str]] = {}
         for problem, table, name in rows:
             problems.setdefault(problem, []).append(f"{table}.{name}")
@@ -194,14 +194,18 @@ class Writer:
             what = f"the schema {self._schema}" if right == "USAGE" else denied[0]
             raise SchemaError.refused(f"the role lacks the right {right} on {what}", denied=True)
 
-    def cancel(self, event_id: UUID) -> Batch:
-        """Return the statement that deletes a scheduled event. Raises EventError for anything but a UUID."""
+    def cancel(self, event_id: UUID) -> Step:
+        """Return the step that deletes a scheduled event: a row with their number. Raises EventError."""
         check_event_id(event_id)
-        return Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
+        return Step(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
 
     def _row(
-        self, event: Event, event_id: UUID, trace: Mapping[str, str], default: Mapping[str, str] = _NO_HEADERS
+        self, event: Event, event_id: UUID, trace: Mapping[str, str], default: Mapping[str, str]
     ) -> dict[str, Any]:
+        """Return the values of an event's row, by the names in COLUMNS. Raises PayloadError and EventTooLarge.
+
+        default  the headers of all events, which the event's own replace.
+        """
         payload = _payload.encode(event)
         headers = _trace.merged(trace, default, event.headers)
         if payload.content_type is not None:
@@ -296,6 +300,7 @@ def _has_year(time: dt.datetime) -> bool:
 
 
 def _lists(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = _statements.COLUMNS) -> dict[str, Any]:
+    """Return for each name the list of the rows' values, as the statements for many rows bind them."""
     return {name: [row[name] for row in rows] for name in names}
 
 

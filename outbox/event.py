@@ -156,6 +156,7 @@ def check_event_id(value: object) -> None:
 
 
 def id_of(event: Event) -> UUID:
+    """Return the id under which an event is written: its own, or a new UUIDv7."""
     if event.event_id is not None:
         return event.event_id
     made: UUID = uuid7()

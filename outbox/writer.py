@@ -101,7 +101,10 @@ class Outbox(_Configured):
         not_before: dt.datetime | None = None,
         delay: dt.timedelta | None = None,
     ) -> list[UUID]:
-        """Write events in the list's order, in one round trip. Sends nothing for an empty list. See ``add``."""
+        """Write events in the list's order, in one round trip, and return their ids. See ``add``.
+
+        Sends nothing for an empty list.
+        """
         events = tuple(events)
         send = self._writer.sender.to(target)
         due = when(not_before, delay)

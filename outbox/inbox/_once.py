@@ -24,7 +24,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
-from outbox._sending import Batch, Sender, Steps, run, run_async
+from outbox._sending import Sender, Step, Steps, run, run_async
 from outbox._statements import Statement
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.model import DEDUP, DEDUP_BY_KEY, DEFAULT_SCHEMA
@@ -94,9 +94,9 @@ def _steps(message: object, consumer: str, key: str | None, schema: str) -> Step
         "owner": _OWNER,
         "strategy": DEDUP if key is None else DEDUP_BY_KEY,
     }
-    rows = yield Batch(_statement(_INSERT, schema), values, answers=True)
+    rows = yield Step(_statement(_INSERT, schema), values, answers=True)
     if rows and rows[0][0] and day(id_) != NO_TIME:
-        found = yield Batch(_statement(_FORGOTTEN, schema), {"grp": consumer}, answers=True)
+        found = yield Step(_statement(_FORGOTTEN, schema), {"grp": consumer}, answers=True)
         if found and found[0][0] is not None and day(id_) < found[0][0]:
             raise MessageTooOld(too_old(consumer, id_, found[0][0]))
     return bool(rows)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from outbox._sending import Batch, Sender
+from outbox._sending import Sender, Step
 from outbox._statements import COLUMNS, SCHEMA, Statement
 from outbox.event import BYTES_CONTENT_TYPE, CE_SUBJECT, CONTENT_TYPE, IDEMPOTENCY_KEY, JSON_CONTENT_TYPE, Event
 
@@ -63,12 +63,12 @@ def recorded_events(target: SyncTarget, *, schema: str = "outbox") -> list[Event
 
     Raises TargetError for a connection in autocommit mode without a transaction, and for a target that ``add`` refuses.
     """
-    return [_event(row) for row in _SENDER.to(target)(Batch(_query(schema), {}, answers=True))]
+    return [_event(row) for row in _SENDER.to(target)(Step(_query(schema), {}, answers=True))]
 
 
 async def recorded_events_async(target: AsyncTarget, *, schema: str = "outbox") -> list[Event]:
     """Return the same as ``recorded_events``, for a target of ``AsyncOutbox.add``."""
-    return [_event(row) for row in await _SENDER.to_async(target)(Batch(_query(schema), {}, answers=True))]
+    return [_event(row) for row in await _SENDER.to_async(target)(Step(_query(schema), {}, answers=True))]
 
 
 def _event(row: Sequence[Any]) -> Event:

@@ -114,7 +114,7 @@ class Session:
             self.connection,
             schema,
             archive=archive,
-            prepared=not self.pooled,
+            pooled=self.pooled,
             renew_part=renew_part,
             on_settled=on_settled,
         )

@@ -125,8 +125,8 @@ class RunningStatement(NamedTuple):
 class Settlement:
     """Settles lanes on one connection, in autocommit. ``archive``: keep published events.
 
-    ``prepared`` lets the server keep the statement's plan: only for a connection that is one session all its life, with
-    KEEP_TO_THE_INDEX. Otherwise each statement sets that for itself. ``renew_part`` must leave a turn enough of the
+    ``pooled``: the connection may be another session in each transaction, which sets KEEP_TO_THE_INDEX for itself.
+    Otherwise its one session has it, and keeps the statement's plan. ``renew_part`` must leave a turn enough of the
     lease to publish in. ``on_settled`` is called with a lane and what was settled there. Raises Unavailable or
     SchemaError; then nothing is settled.
 
@@ -140,7 +140,7 @@ class Settlement:
         schema: str,
         *,
         archive: bool = False,
-        prepared: bool = False,
+        pooled: bool = True,
         renew_part: float = RENEW_PART,
         on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _pending: None,
     ) -> None:
@@ -152,7 +152,7 @@ class Settlement:
         self._renew_part = renew_part
         self._on_settled = on_settled
         self._archive = archive
-        self._prepared = prepared
+        self._pooled = pooled
         self.statements = SettlingStatements(schema, archive=archive)
         self.lanes: dict[int, SettledLane] = {}
 
@@ -201,7 +201,7 @@ class Settlement:
         version misses a row that has moved, and is repeated only after the commit.
         """
         sent = self._new(lanes, by_number=by_number)
-        sent.cursor.execute(*self._statement(sent), prepare=self._prepared)
+        sent.cursor.execute(*self._statement(sent), prepare=not self._pooled)
         return sent
 
     def answered(self, sent: RunningStatement) -> dict[int, OutboxError]:
@@ -221,7 +221,7 @@ class Settlement:
 
     def begin(self, lanes: Collection[int]) -> None:
         """Start to settle what is pending of these lanes, in the background: the connection is in use until ``end``."""
-        assert self._prepared, "behind a pooler the statement needs a transaction"
+        assert not self._pooled, "behind a pooler the statement needs a transaction"
         failpoint("batch.settling")
         self._behind = self._begin(lanes)
 
@@ -343,7 +343,7 @@ class Settlement:
         rows when it settles, just before its commit. Neither is sent in a pipeline: Postgres ends a session that idles
         in a transaction for longer than the lease, but not one that waits for a pipeline's next message.
         """
-        if self._prepared:
+        if not self._pooled:
             yield
             return
         ttl_ms = min((int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes), default=0)

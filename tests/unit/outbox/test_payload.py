@@ -221,10 +221,10 @@ def test_a_lower_limit_counts_key_and_headers():
         return Event("Order", "k" * 10, "T", b"x" * size, headers={"a": "b"}, content_type="t")
 
     # Stored as {"a": "b", "content-type": "t"}: 31 bytes.
-    row = writer._writer._row(with_payload(100 - 10 - 31), uuid.uuid4(), {})
+    row = writer._writer._row(with_payload(100 - 10 - 31), uuid.uuid4(), {}, {})
     assert row["headers"] == '{"a":"b","content-type":"t"}'
     with pytest.raises(EventTooLarge) as caught:
-        writer._writer._row(with_payload(101 - 10 - 31), uuid.uuid4(), {})
+        writer._writer._row(with_payload(101 - 10 - 31), uuid.uuid4(), {}, {})
     assert (caught.value.size, caught.value.limit) == (101, 100)
 
 
