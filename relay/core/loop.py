@@ -27,7 +27,7 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 |                                         | of their own, after those before them. Without a guess, the lanes that   |
 |                                         | the broker names, or all, are halved until one is left, and then its     |
 |                                         | batch until one event is left. If it passes in parts, turns are halved   |
-| a turn does not finish in time          | the next one is half as large                                            |
+| a turn does not finish in time          | the next one is half as large, down to one event of one lane             |
 | it finishes, except for topics that     | their events wait, the others go on at full size; see kafka/topics.py    |
 | accept no messages                      |                                                                          |
 | one lane can't be taken over or settled | it alone is retried, with backoff; the others go on                      |
@@ -136,7 +136,7 @@ class WorkerLoop:
     # A turn
 
     def _turn(self) -> bool:
-        """Publish one batch of each lane that has one. Returns whether there was anything to publish."""
+        """Publish one batch of each lane that has one. Returns whether there was anything to publish, or may be now."""
         self._take_and_let_go()
         # The control loop hands over pauses before lanes: read them after the lanes.
         self._pauses.obeyed = self._pauses.now
@@ -171,7 +171,7 @@ class WorkerLoop:
         if not fetched.batches:
             if fetched.known:
                 self._succeeded(healthy)
-            return False
+            return self._sizes.lanes_wait
         began = time.monotonic()
         publish_seconds = self._publish(self._publisher, source, fetched, healthy)
         count = sum(map(len, fetched.batches.values()))

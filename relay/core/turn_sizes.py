@@ -1,8 +1,10 @@
 """The number of events of each lane in a turn: fewer after a turn that was too large, or refused. No I/O.
 
-After a turn that does not finish in time, the size is halved. If the broker refuses something and does not prove what,
-the likeliest events have turns of their own: the events before them, then these. Without a guess, the lanes of the turn
-are halved until one is left, and then the lane's events. What is refused by itself is found; see loop.py.
+After a turn that does not finish in time, the size is halved. Where each lane had one event, the number of lanes is,
+and the others have the next turns: a lane costs more than its events, as each has its marker. If the broker refuses
+something and does not prove what, the likeliest events have turns of their own: the events before them, then these.
+Without a guess, the lanes of the turn are halved until one is left, and then the lane's events. What is refused by
+itself is found; see loop.py.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ class TurnSizes:
         self._batch_size = batch_size
         self._lanes = lanes
         self._limit = batch_size
+        self._most_lanes: int | None = None
+        """The most lanes in a turn, if one event of each was too much."""
+        self._waiting: Sequence[int] = ()
+        """The lanes that have not had their turn since all had one."""
         self._clean = 0
         self._suspects: list[list[int]] = []
         """Lanes with suspected events, in groups that have turns of their own, in rotation."""
@@ -55,7 +61,20 @@ class TurnSizes:
         good = [number for number in ready if not self._lanes[number].suspected]
         group = [] if self._suspects_turn and good else self._next_suspects(ready)
         self._suspects_turn = bool(group)
-        return {number: self._lanes[number].limit for number in group} or self._shares(good)
+        return {number: self._lanes[number].limit for number in group} or self._shares(self._next_lanes(good))
+
+    @property
+    def lanes_wait(self) -> bool:
+        """Whether lanes wait for their turn only because those of the last one were as many as a turn may have."""
+        return bool(self._waiting)
+
+    def _next_lanes(self, ready: Sequence[int]) -> Sequence[int]:
+        if self._most_lanes is None:
+            self._waiting = ()
+            return ready
+        waiting = [number for number in self._waiting if number in set(ready)] or ready
+        self._waiting = waiting[self._most_lanes :]
+        return waiting[: self._most_lanes]
 
     def _next_suspects(self, ready: Collection[int]) -> list[int]:
         for number, group in enumerate(self._suspects):
@@ -92,9 +111,12 @@ class TurnSizes:
         return failed
 
     def _halve(self, batches: Batches) -> None:
-        half = max(max(map(len, batches.values())) // 2, 1)
+        largest = max(map(len, batches.values()))
+        half = max(largest // 2, 1)
         if not self._suspects_turn:
             self._clean, self._limit = 0, half
+            if largest == 1:
+                self._most_lanes = max(len(batches) // 2, 1)
             return
         for number in batches:
             self._lanes[number].limit = half
@@ -150,11 +172,19 @@ class TurnSizes:
                     if alone:
                         # Together it was refused, and in parts it is not: the turns are too large.
                         self._clean, self._limit = 0, max(self._limit // 2, 1)
-        elif self._limit < self._batch_size:
+        elif self._limit < self._batch_size or self._most_lanes is not None:
             self._clean += 1
             if self._clean >= _GROW_AFTER:
                 self._clean = 0
-                self._limit = min(self._limit * 2, self._batch_size)
+                self._grow()
+
+    def _grow(self) -> None:
+        if self._most_lanes is None:
+            self._limit = min(self._limit * 2, self._batch_size)
+        elif self._most_lanes * 2 < len(self._lanes):
+            self._most_lanes *= 2
+        else:
+            self._most_lanes = None
 
 
 def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:

@@ -19,7 +19,7 @@ from relay.core.ports import Claim, WalPosition
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.settlement import lanes_text
-from relay.settle.statements import array
+from relay.settle.statements import array, lease_values
 from relay.wal.channel import Channel, StreamEvent
 from relay.wal.lane import StreamLane, StreamLanes
 from relay.wal.slot import Snapshot
@@ -37,6 +37,17 @@ class _Ahead:
     announced: Mapping[int, Sequence[StreamEvent]]
     in_hand: Mapping[int, AbstractSet[int]]
     rows: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _LookedAgain:
+    """The events whose rows exist now, by lane, and a snapshot of the same moment. Lost lanes are absent."""
+
+    ids: Mapping[int, AbstractSet[int]]
+    snapshot: Snapshot
+
+
+_NOTHING_MISSING: Final = _LookedAgain({}, Snapshot("0:0:"))
 
 
 class StreamReader:
@@ -60,14 +71,18 @@ class StreamReader:
             rows, cuts, lost = self._read(announced, ahead)
             failed |= lost
 
+            left = [number for number in announced if number not in lost]
+            looked = self._look_again(left, announced, rows, cuts)
+
             def fill(lane: StreamLane, _channel: Channel) -> None:
                 number = lane.lease.lane
-                lane.batch = self._filled(lane, announced[number], rows.get(number, {}), cuts.get(number))
+                found = rows.get(number, {})
+                lane.batch = self._filled(lane, announced[number], found, cuts.get(number), looked)
                 self._note_size(lane, len(announced[number]))
                 if lane.batch:
                     batches[number] = lane.batch
 
-            self._lanes.each([number for number in announced if number not in lost], failed, fill)
+            self._lanes.each(left, failed, fill)
             for number in lost.keys() & announced.keys():
                 # For example, the lane's row is locked. The announced events come again.
                 self._channel(number).put_back(announced[number])
@@ -203,7 +218,12 @@ class StreamReader:
         return rows, cuts, failed
 
     def _filled(
-        self, lane: StreamLane, announced: Sequence[StreamEvent], rows: dict[int, Sequence[Any]], cut: int | None
+        self,
+        lane: StreamLane,
+        announced: Sequence[StreamEvent],
+        rows: dict[int, Sequence[Any]],
+        cut: int | None,
+        looked: _LookedAgain,
     ) -> Sequence[Claim]:
         """Return the events to publish, up to the first that is not visible yet. Those without their rows are done."""
         channel, number_of_lane = lane.channel, lane.lease.lane
@@ -217,18 +237,17 @@ class StreamReader:
             return [Claim._make((*rows[event.id][:8], event.at, number_of_lane)) for event in announced]
         kept: list[Claim] = []
         gone: list[WalPosition] = []
-        again: tuple[AbstractSet[int], Snapshot] | None = None
+        if number_of_lane not in looked.ids:
+            raise self._lanes.lost(lane)
         for number, event in enumerate(announced):
             row = rows.pop(event.id, None)
             if row is not None:
                 kept.append(Claim._make((*row[:8], event.at, number_of_lane)))
                 continue
-            if again is None:
-                again = self._look_again(lane, announced[number:])
-            if event.id in again[0] or not again[1].sees(event.at.xid):
+            if event.id in looked.ids[number_of_lane] or not looked.snapshot.sees(event.at.xid):
                 channel.put_back(announced[number:])
                 if not kept:
-                    self._lanes.delays.await_visibility()
+                    self._lanes.delays.note_invisible()
                 break
             gone.append(event.at)
         channel.done(gone)
@@ -244,10 +263,25 @@ class StreamReader:
         if asked >= lane.rows or fitting < lane.rows:
             lane.rows = max(min(lane.rows * 4, fitting, _MOST_ROWS), 1)
 
-    def _look_again(self, lane: StreamLane, events: Sequence[StreamEvent]) -> tuple[AbstractSet[int], Snapshot]:
-        """Return the events whose rows exist now, and a snapshot of the same moment."""
-        ids = array([event.id for event in events])
-        row = self._lanes.table.connection.execute(self._queries.which, {"next_ids": ids, **lane.key}).fetchone()
-        if row is None:
-            raise self._lanes.lost(lane)
-        return set(row[0]), Snapshot(row[1])
+    def _look_again(
+        self,
+        numbers: Collection[int],
+        announced: Mapping[int, Sequence[StreamEvent]],
+        rows: Mapping[int, Mapping[int, Sequence[Any]]],
+        cuts: Mapping[int, int],
+    ) -> _LookedAgain:
+        """Look at the events of lanes with missing rows, in one statement: a stream that begins again repeats many."""
+        missing: dict[int, str] = {}
+        for number in numbers:
+            events = announced[number][: cuts.get(number)]
+            if len(rows.get(number, ())) != len(events):
+                # Not a list of texts: the driver would search each of them for what to escape.
+                missing[number] = f'"{array([event.id for event in events])}"'
+        if not missing:
+            return _NOTHING_MISSING
+        leases = [self._lanes[number].lease for number in missing]
+        values = {**lease_values(leases), "ids": array(list(missing.values()))}
+        found = self._lanes.table.connection.execute(self._queries.which, values).fetchall()
+        if not found:
+            return _NOTHING_MISSING
+        return _LookedAgain({row[0]: set(row[1]) for row in found}, Snapshot(found[0][2]))

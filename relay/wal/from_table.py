@@ -13,6 +13,7 @@ from relay.core.ports import Claim, Fetched
 from relay.database import unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
 from relay.settle.settlement import lanes_text
+from relay.settle.statements import array
 from relay.wal.channel import Channel
 from relay.wal.lane import CatchingUp, InTable, Streaming, StreamLane, StreamLanes
 from relay.wal.session import Stream
@@ -43,89 +44,117 @@ class TableReader:
         self.absent: Collection[int] = ()
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> Fetched:
-        """Settle what is pending, and return the next events of these lanes; adds lanes that fail to ``failed``."""
-        left = self._lanes.each(limits, failed, self._make_room)
-        fetched = self._table.fetch({number: limits[number] for number in left})
+        """Settle what is pending, and return the next events of these lanes; adds lanes that fail to ``failed``.
+
+        All lanes together take a few statements: with some for each, hundreds of them would stand still for seconds.
+        """
+        self._make_room(limits)
+        fetched = self._table.fetch(limits)
         failed |= fetched.failed
         batches = dict(fetched.batches)
         # Only lanes with events were settled. The stream's reader ends for all lanes if one of them is lost.
-        idle = [number for number in left if number not in failed and number not in batches]
+        idle = [number for number in limits if number not in failed and number not in batches]
         if idle:
             with unavailable_on_error(f"looking at {lanes_text(idle)}"):
                 held = self._table.connection.execute(*self._settlement.still_held(idle)).fetchall()
                 failed |= self._settlement.lost_of(idle, held)
+        for number in self._advance([number for number in limits if number not in failed], batches, limits, failed):
+            batches.pop(number, None)
+        return replace(fetched, batches={number: rows for number, rows in batches.items() if number not in failed})
 
-        def step(lane: StreamLane, channel: Channel) -> None:
-            number = lane.lease.lane
-            if not self._stays(lane, channel, batches.get(number, ()), limits[number]):
-                batches.pop(number, None)
+    def _advance(
+        self,
+        numbers: Collection[int],
+        batches: Mapping[int, Sequence[Claim]],
+        limits: Mapping[int, int],
+        failed: dict[int, OutboxError],
+    ) -> Collection[int]:
+        """Change the states of lanes whose rows allow that. Returns the lanes whose rows must not be published."""
+        last_ids: dict[int, int] = {}
+        horizons: dict[int, int] = {}
+        for number in numbers:
+            lane, rows = self._lanes[number], batches.get(number, ())
+            if self._table.reader.has_failures(number) or self.leaves_out:
+                # Some events stay in the table, and others must not wait for them.
+                lane.state = InTable()
+                continue
+            match lane.state:
+                case InTable():
+                    # Fewer rows than requested prove nothing: large ones are limited by their bytes.
+                    if len(rows) < limits[number]:
+                        last_ids[number] = rows[-1].position if rows else LOWEST
+                case CatchingUp(horizon):
+                    if not rows or rows[0].position > horizon:
+                        horizons[number] = horizon
+                case Streaming():
+                    raise AssertionError("a lane that streams is not read from the table")
+                case _:
+                    assert_never(lane.state)
+        if last_ids:
+            most = [limits[number] for number in last_ids]
+            more = self._lanes.ask_all(
+                self._queries.more, last_ids, ids=array(list(last_ids.values())), most=array(most)
+            )
+            # Few other rows are left. Events kept from now on take room in the stream.
+            few = [number for number in last_ids if len(batches.get(number, ())) + more[number] < limits[number]]
+            self._catch_up([self._lanes[number] for number in few])
+        if horizons:
+            self._end_catching_up(horizons, failed)
+        return horizons.keys()
 
-        ours = self._lanes.each([number for number in left if number not in failed], failed, step)
-        return replace(fetched, batches={number: batch for number, batch in batches.items() if number in set(ours)})
+    def _make_room(self, numbers: Collection[int]) -> None:
+        room: list[Channel] = []
+        for lane in map(self._lanes.__getitem__, numbers):
+            assert lane.channel is not None
+            if isinstance(lane.state, CatchingUp):
+                # A session starts when all lanes have joined: the others must not wait for our table.
+                lane.channel.check()
+            else:
+                room.append(lane.channel)
+        self.drop(room)
 
-    def _stays(self, lane: StreamLane, channel: Channel, rows: Sequence[Claim], limit: int) -> bool:
-        """Change the lane's state if its rows allow that. Returns whether they may be published."""
-        number = lane.lease.lane
-        if self._table.reader.has_failures(number) or self.leaves_out:
-            # Some events stay in the table, and others must not wait for them.
-            lane.state = InTable()
-            return True
-        match lane.state:
-            case InTable() as state:
-                if self._nearly_empty(lane, rows, limit):
-                    self._catch_up(lane, channel, state)
-                return True
-            case CatchingUp(horizon):
-                if rows and rows[0].position <= horizon:
-                    return True
-                # The rows just read come again from the stream, or after rows that may be below the mark.
-                if self._lanes.ask(lane, self._queries.any_up_to, id=horizon)[0]:
-                    self._table.reader.read_all_again(number)
-                else:
-                    self._lanes.enter_stream(lane)
-                return False
-            case Streaming():
-                raise AssertionError("a lane that streams is not read from the table")
-            case _:
-                assert_never(lane.state)
-
-    def _make_room(self, lane: StreamLane, channel: Channel) -> None:
-        if isinstance(lane.state, CatchingUp):
-            # A session starts when all lanes have joined: the others must not wait for our table.
-            channel.check()
-        else:
-            self.drop(channel)
-
-    def _nearly_empty(self, lane: StreamLane, rows: Sequence[Claim], limit: int) -> bool:
-        """Return whether the table has few other rows. Events kept from then on take room in the stream.
-
-        Fewer rows than requested prove nothing: large ones are limited by their bytes.
-        """
-        if len(rows) >= limit:
-            return False
-        last = rows[-1].position if rows else LOWEST
-        return bool(len(rows) + self._lanes.ask(lane, self._queries.more, id=last, most=limit)[0] < limit)
-
-    def _catch_up(self, lane: StreamLane, channel: Channel, state: InTable) -> None:
+    def _catch_up(self, lanes: Sequence[StreamLane]) -> None:
         """Stop dropping, if our session reads the stream and has nearly reached its end.
 
         Our session: an earlier reader may have dropped unpublished events. Nearly its end: while a slot that was not
         read for long catches up, events are published from the table without delay.
         """
-        if not channel.session.running.is_set():
+        lanes = [lane for lane in lanes if lane.channel is not None and lane.channel.session.running.is_set()]
+        if not lanes:
             return
-        target_lsn = state.target_lsn
-        if target_lsn is None:
-            target_lsn = self._lanes.ask(lane, self._queries.lowest)[1]
-            lane.state = InTable(target_lsn)
-        if channel.session.read_lsn >= (target_lsn or 0) and self._lanes.ask(lane, self._queries.old_ended)[0]:
-            lane.state = CatchingUp(int(self._lanes.ask(lane, self._queries.highest_id)[0]))
+        with unavailable_on_error(f"looking at the end of {lanes_text([lane.lease.lane for lane in lanes])}"):
+            row = self._table.connection.execute(self._queries.end).fetchone()
+        assert row is not None
+        end_lsn, old_ended = row
+        ready: list[StreamLane] = []
+        for lane in lanes:
+            assert lane.channel is not None
+            assert isinstance(lane.state, InTable)
+            if lane.state.target_lsn is None:
+                lane.state = InTable(end_lsn)
+            if lane.channel.session.read_lsn >= (lane.state.target_lsn or 0) and old_ended:
+                ready.append(lane)
+        if ready:
+            highest = self._lanes.ask_all(self._queries.highest_ids, [lane.lease.lane for lane in ready])
+            for lane in ready:
+                lane.state = CatchingUp(highest[lane.lease.lane])
 
-    def drop(self, channel: Channel) -> None:
-        if self._drop_visible(channel):
+    def _end_catching_up(self, horizons: Mapping[int, int], failed: dict[int, OutboxError]) -> None:
+        """Switch lanes to the stream whose table has nothing up to the horizon.
+
+        The rows just read come again from the stream, or after rows that may be below the mark.
+        """
+        left = self._lanes.ask_all(self._queries.any_up_to, horizons, ids=array(list(horizons.values())))
+        for number in horizons:
+            if left[number]:
+                self._table.reader.read_all_again(number)
+        self._lanes.enter_stream([self._lanes[number] for number in horizons if not left[number]], failed)
+
+    def drop(self, channels: Collection[Channel]) -> None:
+        if self._drop_visible(channels):
             self._lanes.delays.reset()
-        elif channel.waiting:
-            self._lanes.delays.await_visibility()
+        elif any(channel.waiting for channel in channels):
+            self._lanes.delays.note_invisible()
 
     def leave_absent(self, present: Collection[int]) -> None:
         """Move absent lanes to the table, where possible. ``present`` are lanes that were just read."""
@@ -140,7 +169,7 @@ class TableReader:
             channel = session.channel(number)
             # Published events must be settled before the lane changes its state; the loop does that first.
             if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
-                while self._drop_visible(channel):
+                while self._drop_visible([channel]):
                     pass
 
     def _leave(self, number: int, channel: Channel) -> bool:
@@ -159,16 +188,19 @@ class TableReader:
             log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
         return row is not None
 
-    def _drop_visible(self, channel: Channel) -> bool:
-        """Drop the next events whose rows are visible in the table, up to the first that is not.
+    def _drop_visible(self, channels: Collection[Channel]) -> bool:
+        """Drop the next events whose rows are visible in the table, of each channel up to the first that is not.
 
         Returns whether any is.
         """
-        events = channel.take(_DROPPED_AT_ONCE)
-        if not events:
+        taken = [(channel, events) for channel in channels if (events := channel.take(_DROPPED_AT_ONCE))]
+        if not taken:
             return False
         snapshot = current_snapshot(self._table.connection)
-        visible = next((n for n, event in enumerate(events) if not snapshot.sees(event.at.xid)), len(events))
-        channel.put_back(events[visible:])
-        channel.done([event.at for event in events[:visible]])
-        return visible > 0
+        dropped = False
+        for channel, events in taken:
+            visible = next((n for n, event in enumerate(events) if not snapshot.sees(event.at.xid)), len(events))
+            channel.put_back(events[visible:])
+            channel.done([event.at for event in events[:visible]])
+            dropped = dropped or visible > 0
+        return dropped

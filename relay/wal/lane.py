@@ -15,7 +15,8 @@ from relay.core.ports import Claim, LaneLost
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.source import PollingSource
-from relay.settle.statements import lease_values
+from relay.settle.settlement import lanes_text
+from relay.settle.statements import array, lease_values
 from relay.wal.channel import Channel
 from relay.wal.queries import StreamQueries
 
@@ -85,11 +86,21 @@ class Delays:
 
     def reset(self) -> None:
         self._visibility = self._read = _FIRST_SECONDS
+        self._invisible = False
+
+    def note_invisible(self) -> None:
+        """Note that a lane's next event is not visible yet."""
+        self._invisible = True
 
     def await_visibility(self) -> None:
-        """Sleep. With synchronous replication, rows may stay invisible as long as a standby is unavailable."""
-        time.sleep(self._visibility)
-        self._visibility = min(self._visibility * 2, _LAST_SECONDS)
+        """Sleep if there was such an event: once for all lanes, whose turn is empty.
+
+        With synchronous replication, rows may stay invisible as long as a standby is unavailable.
+        """
+        if self._invisible:
+            self._invisible = False
+            time.sleep(self._visibility)
+            self._visibility = min(self._visibility * 2, _LAST_SECONDS)
 
     def before_read(self, most: float) -> float:
         """Return how many seconds to wait before a table is read again, at most ``most``."""
@@ -114,23 +125,33 @@ class StreamLanes(dict[int, StreamLane]):
         assert row is not None
         return row
 
-    def enter_stream(self, lane: StreamLane) -> None:
-        """Switch the lane to the stream, durably. Raises LaneLost."""
-        self._set(lane, Streaming())
-        failpoint("stream.entered")
+    def ask_all(self, query: sql.Composed, numbers: Collection[int], **more: str) -> dict[int, Any]:
+        """Return the answer of a query for each of these lanes."""
+        with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
+            rows = self.table.connection.execute(query, {"lanes": array(list(numbers)), **more}).fetchall()
+        return dict(rows)
+
+    def enter_stream(self, lanes: Sequence[StreamLane], failed: dict[int, OutboxError]) -> None:
+        """Switch these lanes to the stream, durably, adding lost ones to ``failed``."""
+        if lanes:
+            failed |= self._set(lanes, Streaming())
+            failpoint("stream.entered")
 
     def leave_stream(self, lane: StreamLane) -> None:
         """Switch the lane to the table, durably. Raises LaneLost."""
-        self._set(lane, InTable())
+        for error in self._set([lane], InTable()).values():
+            raise error
         failpoint("stream.left")
 
-    def _set(self, lane: StreamLane, state: Streaming | InTable) -> None:
-        values = {"streaming": isinstance(state, Streaming), **lane.key}
-        with unavailable_on_error(f"recording the state of lane {lane.lease.lane}"):
-            row = self.table.connection.execute(self.queries.set_streaming, values).fetchone()
-        if row is None:
-            raise self.lost(lane)
-        lane.state = state
+    def _set(self, lanes: Sequence[StreamLane], state: Streaming | InTable) -> dict[int, LaneLost]:
+        """Record the lanes' state. Returns the lost ones."""
+        values = {"streaming": isinstance(state, Streaming), **lease_values([lane.lease for lane in lanes])}
+        with unavailable_on_error(f"recording the state of {lanes_text([lane.lease.lane for lane in lanes])}"):
+            ours = {row[0] for row in self.table.connection.execute(self.queries.set_streaming, values)}
+        for lane in lanes:
+            if lane.lease.lane in ours:
+                lane.state = state
+        return {lane.lease.lane: self.lost(lane) for lane in lanes if lane.lease.lane not in ours}
 
     def lost(self, lane: StreamLane) -> LaneLost:
         return self.table.settlement.lost(lane.lease.lane)

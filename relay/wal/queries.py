@@ -24,23 +24,33 @@ UPDATE {lanes} SET streaming = false
  WHERE lane = (SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED)
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
-_HIGHEST: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
+_HIGHEST_IDS: Final = """
+SELECT a.lane, (SELECT coalesce(max(e.id), 0) FROM {events} AS e WHERE e.lane = a.lane)
+  FROM unnest(%(lanes)s::smallint[]) AS a(lane)"""
 
-_ANY_UP_TO: Final = "SELECT EXISTS (SELECT FROM {events} WHERE lane = %(lane)s AND id <= %(id)s)"
+_ANY_UP_TO: Final = """
+SELECT a.lane, EXISTS (SELECT FROM {events} AS e WHERE e.lane = a.lane AND e.id <= a.id)
+  FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[]) AS a(lane, id)"""
 
 _MORE: Final = """
-SELECT count(*) FROM (SELECT FROM {events} WHERE lane = %(lane)s AND id > %(id)s LIMIT %(most)s) AS more"""
+SELECT a.lane, (SELECT count(*)
+                  FROM (SELECT FROM {events} AS e WHERE e.lane = a.lane AND e.id > a.id LIMIT a.most) AS more)
+  FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[], %(most)s::bigint[]) AS a(lane, id, most)"""
 
-_OLD_ENDED: Final = """
-SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint >= coalesce(max(opened_xid), 0) FROM {streams}"""
+# The end of the WAL, and whether the transactions that were open when the slot was made have ended.
+_END: Final = """
+SELECT (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint,
+       pg_snapshot_xmin(pg_current_snapshot())::text::bigint >= coalesce(max(opened_xid), 0)
+  FROM {streams}"""
 
 _LOWEST: Final = """
 SELECT min(id), (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint FROM {events} WHERE lane = %(lane)s"""
 
 _WHICH: Final = """
-SELECT ARRAY(SELECT id FROM {events} WHERE lane = %(lane)s AND id = ANY(%(next_ids)s::bigint[])),
+SELECT l.lane, ARRAY(SELECT e.id FROM {events} AS e WHERE e.lane = l.lane AND e.id = ANY(m.ids::bigint[])),
        pg_current_snapshot()::text
-  FROM {lanes} AS l JOIN {leases} ON {ours}"""
+  FROM {lanes} AS l
+  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(ids)s::text[]) AS m(lane, epoch, ids) ON {ours}"""
 
 # Of each lane as many rows as fit into the bytes, and at least one; ``cut`` is the number of the first that does not
 # fit. OFFSET 0 prevents the planner from reversing the join, which would compare each row of the table with each id.
@@ -80,10 +90,10 @@ class StreamQueries:
         self.state = query(_STATE)
         self.set_streaming = query(_SET_STREAMING)
         self.leave_unlocked = query(_LEAVE_UNLOCKED)
-        self.highest_id = query(_HIGHEST)
+        self.highest_ids = query(_HIGHEST_IDS)
         self.any_up_to = query(_ANY_UP_TO)
         self.more = query(_MORE)
-        self.old_ended = query(_OLD_ENDED)
+        self.end = query(_END)
         self.lowest = query(_LOWEST)
         self.which = query(_WHICH)
         self.by_ids = query(_READ)

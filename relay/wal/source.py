@@ -107,6 +107,8 @@ class StreamSource(Source):
         try:
             failed = self._join([lane for lane in lanes if self._lanes[lane].channel is None])
             left = self._lanes.each([lane for lane in lanes if lane not in failed], failed, self._leave_to_table)
+            self._table_reader.drop([channel for lane in left if (channel := self._lanes[lane].channel) is not None])
+            self._lanes.delays.await_visibility()
             self._table_reader.leave_absent(left)
         except Exception:
             self.flush(list(self._lanes))
@@ -190,6 +192,7 @@ class StreamSource(Source):
         batches |= fetched.batches
         if batches:
             self._lanes.delays.reset()
+        self._lanes.delays.await_visibility()
         self._table_reader.leave_absent(limits.keys() - failed.keys())
         if batches and not table and not failed:
             self._stream_reader.read_ahead(streaming)
@@ -323,7 +326,6 @@ class StreamSource(Source):
                 pass
             case _:
                 assert_never(lane.state)
-        self._table_reader.drop(channel)
 
     def _note_adopted(self, number: int, marker: Marker | None) -> None:
         lane = self._lanes[number]

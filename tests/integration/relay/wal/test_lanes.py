@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import psycopg
 import pytest
 from stream_bench import Outboxed, Producer, both, now_at, outboxed, told
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
+from outbox._clients.search_path import PinnedConnection
 from relay.core import loop
 from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, Unavailable
 from relay.wal import source as wal_source
@@ -78,6 +82,48 @@ def test_a_session_that_ends_while_a_lane_catches_up_begins_anew_at_once(outboxe
     assert len(box.kafka.names(slow)) - before < 20
     box.until(lambda: len(box.kafka.published) == 41, "all")
     assert box.kafka.names(slow) == [f"{slow}{number}" for number in range(10, 50)]
+
+
+def test_a_turn_takes_few_statements_however_many_lanes_leave_the_table_or_meet_events_again(outboxed, monkeypatch):
+    """With some for each, hundreds of lanes would stand still for seconds after every failure."""
+    box = outboxed(64)
+    asked = 0
+    execute = PinnedConnection.execute
+
+    def counting(self: PinnedConnection, query: Any, *rest: Any, **options: Any) -> Any:
+        nonlocal asked
+        asked += any(query is each for source in box.sources for each in vars(source._queries).values())
+        return execute(self, query, *rest, **options)
+
+    def most_asked(condition: Callable[[], object]) -> int:
+        counts: list[int] = []
+
+        def turned() -> object:
+            nonlocal asked
+            asked = 0
+            box.turn()
+            counts.append(asked)
+            return condition()
+
+        wait_until(turned, 60, "the lanes")
+        return max(counts)
+
+    monkeypatch.setattr(PinnedConnection, "execute", counting)
+    box.relay()
+    assert 0 < most_asked(box.streaming) < 10
+    names = [f"{chr(0x100 + number)}1" for number in range(200)]
+    box.add(*names)
+    assert most_asked(lambda: len(box.kafka.names()) == len(names)) < 10
+    box.turns(2)
+    # Without a last feedback, the next one reads all of them again.
+    box.relay()
+
+    def met_again() -> bool:
+        channels = box.session()._channels.values()
+        return sum(channel.done_count for channel in channels) >= len(names) and box.held_back() == 0
+
+    assert 0 < most_asked(met_again) < 10
+    assert len(box.kafka.names()) == len(names)
 
 
 def lose_lane_0(box: Outboxed) -> None:

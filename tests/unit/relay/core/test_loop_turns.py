@@ -353,6 +353,24 @@ def test_a_turn_that_is_late_is_halved_until_it_fits_and_grows_again():
     assert in_order(world, rows)
 
 
+def test_a_turn_that_is_late_with_one_event_of_each_lane_is_one_of_fewer_lanes():
+    """Each lane costs a marker in a partition of its own: with hundreds of lanes no turn would ever be in time."""
+    rows = spread(16, 60)
+    # The last lanes have nothing, which says nothing about those that wait for their turn.
+    rows |= {lane: [] for lane in range(16, 64)}
+    world = World(rows, *[slow(2)] * 60, settings=replace(SETTINGS, batch_size=16))
+    world.run()
+    lanes = [len(turn) for turn in world.broker.turns]
+    assert lanes[:5] == [16, 8, 4, 2, 2]
+    # All have their turns: the first events of all lanes come before the third of any, though it takes 8 turns.
+    log = world.broker.log
+    assert set(range(1, 17)) <= set(log[: log.index(33)])
+    # It grows again, first to all lanes, and then in the events of each.
+    assert max(lanes[60:]) == 16
+    assert max(len(batch) for turn in world.broker.turns[60:] for batch in turn.values()) > 1
+    assert in_order(world, rows)
+
+
 def test_a_turn_of_one_lane_that_is_narrowed_down_and_late_is_halved_too():
     rows = {0: list(range(1, 200))}
     world = World(rows, settings=replace(SETTINGS, batch_size=64))
