@@ -14,27 +14,32 @@ from bench import Bench, Consumer, Driver
 
 from spark_jobs.driver.runner import Runner
 
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(autouse=True)
+def _plain_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes of these tests have the session's settings too. Those of tests/acceptance have Spark's own."""
+    monkeypatch.setenv("SPARK_CONF_DIR", str(SUPPORT / "spark_conf"))
+
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
     """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon.
 
     A shuffle has four partitions, two for each core: all 16 that the consumer sets would be a task and a worker each.
-    Spark makes no Java of its plans: each test has plans of its own, and to compile them takes a fifth of this JVM's
-    time. It does in the processes of test_cluster.py and test_streaming_state.py, and in those of tests/acceptance.
     """
     from spark_jobs.spark import session
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
+        changed.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
+        changed.setenv("SPARK_CONF_DIR", str(SUPPORT / "spark_conf"))
         jars = ",".join(map(str, connector.fetch()))
         conf = {
             "spark.jars": jars,
             "spark.python.daemon.module": "warm_daemon",
             "spark.sql.shuffle.partitions": "4",
-            "spark.sql.codegen.wholeStage": "false",
-            "spark.sql.codegen.factoryMode": "NO_CODEGEN",
         }
         started = session.start("tests", conf=conf)
     yield started

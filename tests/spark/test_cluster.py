@@ -20,6 +20,7 @@ import pytest
 from bench import Bench, expected, ided, order
 from sink_stream import SinkStream, stream
 from spark_cluster import Cluster
+from stream_to_sink import killed
 from support import wait_until
 
 from spark_jobs.cli import submitted as submitted_file
@@ -263,36 +264,39 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
 
 
 DRIVER = """
-import sys
+import os, sys
 from pyspark.sql import SparkSession
 import sink_jobs
 
 source, checkpoint, url, master = sys.argv[1:]
-builder = SparkSession.builder.master(master).config("spark.executor.memory", "512m").config("spark.ui.enabled", False)
-# As conftest.py has it; the job above has Java made of its plans.
-builder = builder.config("spark.sql.codegen.wholeStage", False).config("spark.sql.codegen.factoryMode", "NO_CODEGEN")
-spark = builder.config("spark.driver.host", "127.0.0.1").getOrCreate()
+conf = {"spark.driver.host": "127.0.0.1", "spark.executor.memory": "512m", "spark.ui.enabled": "false"}
+spark = SparkSession.builder.master(master).config(map=conf).getOrCreate()
 spark.addArtifacts(sink_jobs.__file__, pyfile=True)
 spark.dataSource.register(sink_jobs.Troubled)
-rows = spark.readStream.schema("n long").csv(source).repartition(4)
+rows = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(source).repartition(2)
 writing = rows.writeStream.format("troubled").option("job", "sink_jobs:plain").option("databaseUrl", url)
-query = writing.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
-assert query.awaitTermination(240)
+try:
+    writing.option("checkpointLocation", checkpoint).trigger(availableNow=True).start().awaitTermination()
+except Exception:
+    os.kill(os.getpid(), 9)
 """
 
 
-def test_executors_that_die_with_the_format_outbox(cluster, stream: SinkStream):
-    """One of them, when its task has staged its rows. Tasks that die earlier: test_outbox_sink.py."""
-    stream.trouble("executor dies after")
-    stream.add(1000)
-    support = Path(__file__).parents[1] / "support"
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(support), str(support.parents[1])]),
-        "PYSPARK_PYTHON": sys.executable,
-        "SPARK_LOCAL_IP": "127.0.0.1",
-    }
-    arguments = [str(stream.source), str(stream.checkpoint), stream.url, cluster.url]
-    subprocess.run([sys.executable, "-c", DRIVER, *arguments], env=env, timeout=300, check=True)
+def test_executors_and_a_driver_that_die_with_the_format_outbox(cluster, stream: SinkStream, monkeypatch):
+    """An executor, when its task has staged its rows; the driver, between COMMIT and Spark's own.
+
+    Tasks and commits that die earlier: test_outbox_sink.py.
+    """
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    for trouble in ("executor dies after", "driver dies after"):
+        stream.trouble(trouble)
+    for _ in range(2):
+        stream.add(100)
+    killed(stream, DRIVER, stream.url, cluster.url)
     assert stream.sink("SELECT * FROM trouble") == []
-    assert stream.seen() == list(range(1000))
+    assert stream.seen() == list(range(100))
+    stream.run(job="plain")
+    assert stream.seen() == list(range(200))
+    assert stream.checkpoints() == [("numbers", 1, 200, 0)]
     assert stream.left() == []

@@ -1,44 +1,24 @@
-"""exactly_once on a stream with state whose checkpoints name their state's files: stateStore.checkpointFormatVersion 2.
-
-Spark commits a batch of such a query with what its tasks have reported of the state they wrote.
-"""
+"""exactly_once on a stream with state: see stream_state.py."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import psycopg
 import pytest
-from pyspark.sql import functions as F  # noqa: N812
+from stream_state import KEYS, SIZE, counted, of_batches, stateful
 from stream_to_sink import Stream, killed
 
 from spark_jobs import ConsumerJob
 from spark_jobs.driver import stream_group
 
+__all__ = ["stateful"]
+
 pytestmark = pytest.mark.spark
 
-CONF = {
-    "spark.sql.streaming.stateStore.providerClass": (
-        "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
-    ),
-    "spark.sql.streaming.stateStore.checkpointFormatVersion": "2",
-    "spark.sql.shuffle.partitions": "2",
-}
 SETUP = "CREATE TABLE IF NOT EXISTS told (k bigint, number bigint)"
 EFFECT = "INSERT INTO told SELECT k, number FROM batch"
 JOB = ConsumerJob("counts", effect=EFFECT, setup=SETUP)
-KEYS = 7
-SIZE = 70
-
-
-def counted(rows: Any) -> Any:
-    return rows.groupBy((F.col("n") % KEYS).alias("k")).agg(F.count("*").alias("number"))
-
-
-def of_batches(batches: int) -> list[tuple[int, int]]:
-    """What the sink has after so many batches: for each batch each key, with its number of rows so far."""
-    return sorted((k, batch * SIZE // KEYS) for batch in range(1, batches + 1) for k in range(KEYS))
 
 
 class Counts(Stream):
@@ -48,11 +28,7 @@ class Counts(Stream):
         super().add(count, columns)
 
     def run(self, function: Any = None, rows: Any = None) -> None:
-        session = self.spark.newSession()
-        for name, value in CONF.items():
-            session.conf.set(name, value)
-        read = session.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(str(self.source))
-        writing = counted(read).writeStream.foreachBatch(function or self.function(JOB)).outputMode("update")
+        writing = counted(self.rows()).writeStream.foreachBatch(function or self.function(JOB)).outputMode("update")
         writing = writing.option("checkpointLocation", str(self.checkpoint)).trigger(availableNow=True)
         assert writing.start().awaitTermination(180)
 
@@ -61,18 +37,18 @@ class Counts(Stream):
 
 
 @pytest.fixture
-def counts(spark, outbox_postgres, tmp_path) -> Counts:
-    return Counts(spark, outbox_postgres.url, tmp_path)
+def counts(stateful, outbox_postgres, tmp_path) -> Counts:
+    return Counts(stateful, outbox_postgres.url, tmp_path)
 
 
 KILLED = """
-import json, os, signal, sys
-from pyspark.sql import functions as F
+import os, signal, sys
 from spark_jobs import ConsumerJob, exactly_once
 from spark_jobs.spark.session import start
+from stream_state import CONF, counted
 
-source, checkpoint, conf, keys = sys.argv[1:]
-spark = start("killed", conf=json.loads(conf))
+source, checkpoint = sys.argv[1:]
+spark = start("killed", conf=CONF)
 function = exactly_once(ConsumerJob("counts", effect="INSERT INTO told SELECT k, number FROM batch"))
 
 def around(rows, batch_id):
@@ -81,8 +57,7 @@ def around(rows, batch_id):
         os.kill(os.getpid(), signal.SIGKILL)
 
 rows = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(source)
-counted = rows.groupBy((F.col("n") % int(keys)).alias("k")).agg(F.count("*").alias("number"))
-writing = counted.writeStream.foreachBatch(around).outputMode("update")
+writing = counted(rows).writeStream.foreachBatch(around).outputMode("update")
 writing.option("checkpointLocation", checkpoint).start().awaitTermination()
 """
 
@@ -94,7 +69,7 @@ def test_a_driver_killed_between_commit_and_sparks_own(counts):
     counts.run()
     for _ in range(3):
         counts.add()
-    killed(counts, KILLED, json.dumps(CONF), str(KEYS))
+    killed(counts, KILLED)
     assert counts.told() == of_batches(3)
     counts.run()
     assert counts.told() == of_batches(5)

@@ -42,6 +42,9 @@ class SinkStream(Stream):
             connection.execute(TROUBLE.encode())
             connection.execute("INSERT INTO trouble VALUES (%s)", (what,))
 
+    def window_counts(self) -> list[tuple[Any, ...]]:
+        return self.sink("SELECT k, number FROM window_counts ORDER BY k, number")
+
     def checkpoints(self) -> list[tuple[Any, ...]]:
         return self.sink("SELECT grp, batch_id, applied, duplicates FROM consumer.checkpoints")
 

@@ -90,13 +90,14 @@ def stream(spark, outbox_postgres, tmp_path) -> Stream:
 
 def killed(stream: Stream, program: str, *arguments: str) -> None:
     """Run the query in another process, a program that kills itself; it gets the stream's folders as arguments."""
-    paths = filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    support = Path(__file__).parent
+    paths = filter(None, [str(support), str(support.parents[1]), os.environ.get("PYTHONPATH")])
     ended = subprocess.run(
         [sys.executable, "-c", program, str(stream.source), str(stream.checkpoint), *arguments],
         env=os.environ | {"OUTBOX_DATABASE_URL": stream.url, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]
