@@ -121,12 +121,6 @@ def test_a_span_costs_no_statement(outbox_postgres, spans):
     assert len(seen) == len(spans.of("create")) == 2
 
 
-def test_nothing_is_written_where_no_provider_is_configured(outbox_postgres, monkeypatch):
-    with no_provider(monkeypatch), outbox_postgres.connect() as connection:
-        Outbox().add(connection, event(1))
-    assert [row["headers"] for row in stored(outbox_postgres)] == [None]
-
-
 def test_the_library_imports_nothing_of_opentelemetry(outbox_postgres):
     """It is installed here. Where the service has not imported it, the writer does not either."""
     code = """

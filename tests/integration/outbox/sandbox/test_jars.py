@@ -169,13 +169,6 @@ def test_a_file_that_was_changed_in_the_cache_is_fetched_again(repository: Repos
     assert len(repository.requests) == 2
 
 
-def test_a_shorter_file_in_the_repository_is_no_endless_loop(repository: Repository, lock: Lock) -> None:
-    (jar,) = lock(CONTENT)
-    repository.put(jar, CONTENT[:1000])
-    with pytest.raises(ServiceError, match="after 6 tries"):
-        jars.fetch("set")
-
-
 def test_server_errors_are_tried_again_and_a_missing_file_is_not(repository: Repository, lock: Lock) -> None:
     (jar,) = lock(CONTENT)
     repository.put(jar, CONTENT)

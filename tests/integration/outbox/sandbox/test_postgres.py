@@ -91,26 +91,6 @@ def test_restart_keeps_port_and_data_and_leaving_removes_a_temporary_directory()
     assert not server.data_dir.exists()
 
 
-def test_kill_is_a_crash_of_every_process_and_what_was_committed_survives_it() -> None:
-    with PostgresServer() as server:
-        url = server.create_database("shop")
-        with psycopg.connect(url) as open_connection, psycopg.connect(url) as connection:
-            connection.execute("CREATE TABLE goods AS SELECT 1 AS id")
-            connection.commit()
-            open_connection.execute("INSERT INTO goods VALUES (2)")
-            assert server.pid is not None
-            family = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
-            server.kill()
-            assert not server.running
-            for pid in family:
-                assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-            with pytest.raises(psycopg.OperationalError):
-                open_connection.execute("SELECT 1")
-        server.start()
-        assert value(url, "SELECT array_agg(id) FROM goods") == [1]
-        assert "was not properly shut down" in server.log.read_text()
-
-
 def test_a_given_directory_is_kept_and_taken_up_again(open_directory: Path) -> None:
     directory = open_directory / "below" / "pg"
     with PostgresServer(directory) as server:

@@ -19,9 +19,8 @@ from confluent_kafka import Producer
 from support import wait_until
 
 from outbox.sandbox._process import patience
-from outbox.sandbox.postgres import PostgresServer
 from outbox.testing import plugin
-from outbox.testing.fixtures import Database, DatabaseServer, PrivatePostgres, RelayFactory, Topics
+from outbox.testing.fixtures import Database, DatabaseServer, RelayFactory, Topics
 
 # Not those of conftest.py: what the test kit has for others is what is tried here.
 outbox_postgres, outbox_relay = plugin.outbox_postgres, plugin.outbox_relay
@@ -67,44 +66,8 @@ class TestDatabase:
         with psycopg.connect(outbox_postgres_server.url()) as connection:
             assert connection.info.dbname == "postgres"
 
-    def test_what_was_opened_through_it_is_closed_with_it(self, outbox_postgres: Database) -> None:
-        again = Database(outbox_postgres.url, outbox_postgres.name)
-        connection, engine = again.connect(autocommit=True), again.engine(pool_size=1)
-        assert connection.autocommit
-        engine.connect().close()
-        again.close()
-        assert connection.closed
-        assert engine.pool.checkedin() == 0  # type: ignore[attr-defined]
-
 
 class TestTopics:
-    def test_read_to_the_end_or_to_a_number(self, outbox_kafka: Topics) -> None:
-        topic = outbox_kafka.create_topic(outbox_kafka.name("Order"), partitions=3)
-        assert outbox_kafka.consume(topic) == []
-        produce(outbox_kafka, topic, 100)
-        messages = outbox_kafka.consume(topic)
-        assert sorted(int(message.value()) for message in messages) == list(range(100))
-        by_partition: dict[int, list[int]] = {}
-        for message in messages:
-            by_partition.setdefault(message.partition(), []).append(message.offset())
-        assert all(offsets == list(range(len(offsets))) for offsets in by_partition.values())
-        assert len(outbox_kafka.consume(topic, count=7)) == 7
-        with pytest.raises(AssertionError, match="100 messages and not message 101 after "):
-            outbox_kafka.consume(topic, count=101, timeout=1 / patience())
-
-    def test_only_what_is_committed(self, outbox_kafka: Topics) -> None:
-        topic = outbox_kafka.create_topic(outbox_kafka.name("Order"))
-        producer = produce(outbox_kafka, topic, 5, **{"transactional.id": topic})
-        assert outbox_kafka.consume(topic, wait_for_open=False) == []
-        assert len(outbox_kafka.consume(topic, isolation="read_uncommitted")) == 5
-        producer.commit_transaction(30)
-        assert len(outbox_kafka.consume(topic, count=5)) == 5
-        producer.begin_transaction()
-        producer.produce(topic, b"aborted")
-        producer.flush()
-        producer.abort_transaction(30)
-        assert len(outbox_kafka.consume(topic)) == 5
-
     def test_what_is_open_is_waited_for(self, outbox_kafka: Topics, monkeypatch: pytest.MonkeyPatch) -> None:
         """A commit is answered before its markers are there: whoever reads at once would miss what it committed."""
         topic = outbox_kafka.create_topic(outbox_kafka.name("Order"), partitions=2)
@@ -186,19 +149,6 @@ class TestRelay:
         with pytest.raises(AssertionError, match=r"(?s)ended without logging 'published'.*must be at-most-once"):
             relay.wait_for_log("published")
         relay.wait_for_log("must be at-most-once")
-
-
-def test_servers_of_its_own_can_be_killed(private_postgres: PrivatePostgres) -> None:
-    server = private_postgres(settings={"work_mem": "7MB"})
-    assert isinstance(server, PostgresServer)
-    database = private_postgres.database(server)
-    with database.connect() as connection:
-        assert connection.execute("SHOW fsync").fetchone() == ("on",)
-        assert connection.execute("SHOW work_mem").fetchone() == ("7MB",)
-    server.kill()
-    server.start()
-    with database.connect() as connection:
-        assert connection.execute("SELECT count(*) FROM outbox.lanes").fetchone() == (4,)
 
 
 def test_given_servers_are_used_and_tests_that_would_kill_them_are_skipped(

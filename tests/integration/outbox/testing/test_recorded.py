@@ -11,7 +11,6 @@ import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
-from psycopg.rows import dict_row
 from psycopg.types.string import TextLoader
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from writer_targets import Target, each_driver, on_target, opened
@@ -101,12 +100,6 @@ def test_savepoints_released_and_rolled_back(outbox_postgres: Database) -> None:
                 assert ids(recorded_events(connection)) == ["1", "2", "3"]
                 raise psycopg.Rollback(undone)
         assert ids(recorded_events(connection)) == ["1", "2"]
-
-
-def test_any_row_factory(outbox_postgres: Database) -> None:
-    with psycopg.connect(outbox_postgres.url, row_factory=dict_row) as rows:
-        Outbox().add(rows, order(2))
-        assert ids(recorded_events(rows)) == ["2"]
 
 
 def as_a_framework_does(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
+import signal
 import threading
 from typing import Any
 
 import psycopg
 import pytest
+from nursery import NURSERY
 from support import wait_until
 from typer.testing import CliRunner
 
@@ -149,21 +149,16 @@ def test_a_relay_never_waits_long_for_a_batch(box):
     [(("retry",), "failures"), (("discard", "--reason", "x"), "dead_letters")],
     ids=["retry", "discard"],
 )
-def test_a_command_that_is_killed_has_done_whole_batches_and_the_next_one_does_the_rest(box, command, table):
+def test_a_command_that_is_killed_has_done_whole_batches_and_the_next_one_does_the_rest(box, tmp_path, command, table):
     box.admin.execute(DEAD, (SOME,))
     with box.connect() as relay:
         # It is held up in the second batch, and killed there.
         relay.execute(f"SELECT FROM outbox.{table} WHERE id > 1000 AND id % 2 = 0 FOR UPDATE")
-        killed = subprocess.Popen(
-            [sys.executable, "-m", "relay.cli", "dead-letters", *command, "--all"],
-            env={**os.environ, "OUTBOX_DATABASE_URL": box.url},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-        )
-        with killed:
-            assert " of 3,000 " in killed.stderr.readline()
-            killed.kill()
+        argv, environment = ["-m", "relay.cli", "dead-letters", *command, "--all"], {"OUTBOX_DATABASE_URL": box.url}
+        killed = NURSERY.fork(argv, os.environ | environment, tmp_path, tmp_path / "output")
+        wait_until(lambda: " of 3,000 " in (tmp_path / "output").read_text(), what="the first batch")
+        killed.signal(signal.SIGKILL)
+        assert killed.wait(30)
     # Its last statement may be under way still.
     others = (
         "SELECT 1 FROM pg_stat_activity WHERE application_name = 'outbox dead-letters' AND datname = current_database()"

@@ -179,22 +179,6 @@ def test_kinds_left_out_while_the_next_turn_is_read_come_again_in_order(workers)
     assert backlog(worker.database.url) == 0
 
 
-def backlog_before(worker: Worker) -> int:
-    # Three turns of twenty from each of four lanes were settled, of which the last went with the fourth read.
-    return 2000 - 3 * 4 * 20
-
-
-def test_a_source_is_closed_while_the_next_turn_is_read(workers):
-    worker = workers()
-    worker.insert(2000)
-    source = worker.source()
-    busy(worker, source)
-    source.close()
-    source.close()
-    again = worker.source()
-    assert sum(map(len, drain(again, worker.limits(20)).values())) == backlog_before(worker)
-
-
 class Kafka:
     """A publisher that refuses the batch that holds ``bad``, all of it, until it is alone."""
 

@@ -144,11 +144,6 @@ def test_a_marker_whose_rows_postgres_has_lost_stops_the_lane(lane):
     assert lane.left() == ["b"]
 
 
-def test_another_databases_marker_stops_the_lane(lane):
-    with pytest.raises(StateLost, match="OUTBOX_NAME"):
-        adopt(lane.take(), Marker(5, 1, "12345", 1))
-
-
 def test_a_stale_epoch_adopts_nothing(lane):
     source = lane.take()
     adopt(source, marker(source, 1))

@@ -51,15 +51,6 @@ def test_a_refused_event_makes_its_key_wait_and_no_other(lane):
     assert lane.rows("SELECT * FROM outbox.failures") == []
 
 
-def test_the_same_id_under_another_aggregate_type_is_another_key(lane):
-    source = lane.source(attempts=3)
-    with lane.database.connect() as connection:
-        Outbox().add_many(connection, [Event("Order", "x", "o1"), Event("Cart", "x", "c1"), Event("Order", "x", "o2")])
-    claims = source.fetch(10)
-    source.settle(Receipt(refused=[(claims[0], "no")]))
-    assert turn(source) == ["c1"]
-
-
 def test_attempts_back_off_twice_as_long_each_time_up_to_the_longest(lane):
     failures = Failures("outbox", tried(100, 200.0, 900.0), BLOCK)
     source = OneLane(lane.polling(failures), lane.lease)

@@ -142,22 +142,6 @@ def test_the_control_loop_and_lanes_that_wait_for_the_same_are_one_wait(worker):
     assert worker.waits() == [Wait(Reason.POSTGRES, [1], 2.0)]
 
 
-def test_what_stands_still_besides_the_lanes_makes_the_worker_not_ready(worker):
-    besides = [Wait(Reason.HANGING, [], 1.0)]
-    health = worker.health.look(worker.leases, worker.turned_at, besides=besides)
-    assert (health.ready, health.waits) == (False, besides)
-
-
-def test_upkeep_that_fails_leaves_the_worker_ready(worker):
-    assert worker.health.upkeep_waits("slot") == 0.0
-    worker.later(2 * STANDING)
-    assert worker.health.upkeep_waits("slot") == 2 * STANDING
-    health = worker.health.look(worker.leases, worker.turned_at)
-    assert (health.ready, health.waits, health.upkeep) == (True, [], {"slot": 2 * STANDING})
-    worker.health.upkeep_goes_on("slot")
-    assert worker.health.look(worker.leases, worker.turned_at).upkeep == {}
-
-
 def test_a_lane_stands_still_from_its_first_failure_on_whatever_the_reason_is_now(worker):
     assert worker.health.waits([1], BrokerUnavailable("away")) == 0.0
     worker.later(STANDING / 2)
@@ -193,13 +177,6 @@ def test_a_lease_that_has_run_out_is_a_wait_since_then(worker):
     # What the loop knows of it says more.
     worker.health.waits([1], LaneLocked(1))
     assert [wait.reason for wait in worker.waits()] == [Reason.LANE_LOCKED]
-
-
-def test_a_turn_that_does_not_end(worker):
-    worker.health.waits([0], BrokerUnavailable("away"))
-    worker.now += STANDING
-    assert worker.waits() == [Wait(Reason.KAFKA, [0], STANDING), Wait(Reason.TURN_UNFINISHED, [1], STANDING)]
-    assert not worker.ready()
 
 
 def test_it_is_ready_once_it_has_started_and_for_as_long_as_it_reaches_postgres(worker):

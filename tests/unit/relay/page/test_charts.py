@@ -23,27 +23,12 @@ def test_a_line_ends_at_the_newest_value_and_breaks_where_none_is_known():
     assert "a unknown" in found.columns[1].text
 
 
-def test_columns_lie_side_by_side_over_the_whole_width():
-    found = chart("T", [NOON + at for at in (0, 1, 7, 100)], [("a", [1.0] * 4)], str)
-    edges = [0.0]
-    for column in found.columns:
-        assert column.x == edges[-1]
-        edges.append(column.x + column.width)
-    assert edges[-1] == WIDTH
-
-
 def test_of_many_samples_some_are_drawn_and_the_newest_is_one_of_them():
     count = 7_201
     found = chart("T", [NOON + at for at in range(count)], [("a", [float(at) for at in range(count)])], str)
     assert found.lines[0].latest == "7200.0"
     assert len(found.lines[0].pieces[0].split()) <= 300
     assert len(found.columns) == 60
-
-
-def test_nothing_is_drawn_of_nothing():
-    assert all(not each.columns for each in charts([]).values())
-    assert charts([])["lag"].summary == "Lag by group, offsets, up to 1. Now: nothing"
-    assert charts([sample(NOON)])["waiting"].lines[0].latest == "unknown"
 
 
 def test_the_groups_and_topics_with_most_are_shown():

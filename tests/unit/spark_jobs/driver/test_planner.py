@@ -38,38 +38,29 @@ def test_what_went_before_a_group_that_begins_elsewhere_is_no_loss():
     assert new_partitions({}, extents, ID, chosen=True) == [("t", 0), ("t", 1)]
 
 
-@pytest.mark.parametrize(
-    ("here", "extent", "ids", "error", "shown"),
-    [
-        (StoredOffset("id-1", 2), OffsetBounds(3, 9), ID, DataLost, "messages 2 to 2"),
-        (StoredOffset("id-1", 10), OffsetBounds(0, 9), ID, DataLost, "log ends at 9"),
-        (StoredOffset("id-1", 5), OffsetBounds(0, 3), {"t": "id-2"}, TopicRecreated, "id-2"),
-        (StoredOffset("id-1", 5), OffsetBounds(0, 99), {"t": "id-2"}, TopicRecreated, "id-2"),
-        (StoredOffset("id-1", 5), None, {"t": "id-2"}, TopicRecreated, "t-0"),
-        (StoredOffset("id-1", 5), None, {}, TopicRecreated, "the topic is gone"),
-    ],
-)
-def test_what_does_not_fit_halts(here, extent, ids, error, shown):
-    extents = {} if extent is None else {("t", 0): extent}
-    with pytest.raises(error, match=shown):
-        plan({("t", 0): here}, extents, ids)
+CUT, RETENTION, RECREATED = LossKind.CUT, LossKind.RETENTION, LossKind.RECREATED
 
 
 @pytest.mark.parametrize(
-    ("here", "extent", "ids", "kind", "lost"),
+    ("here", "extent", "ids", "error", "shown", "kind", "lost"),
     [
-        (StoredOffset("id-1", 2), OffsetBounds(5, 9), ID, LossKind.RETENTION, (2, 5)),
-        (StoredOffset("id-1", 10), OffsetBounds(0, 8), ID, LossKind.CUT, (8, 10)),
+        (2, OffsetBounds(3, 9), "id-1", DataLost, "messages 2 to 2", RETENTION, (2, 3)),
+        (10, OffsetBounds(0, 8), "id-1", DataLost, "log ends at 8", CUT, (8, 10)),
         # A topic that was made anew is no cut and no retention, whatever its offsets look like.
-        (StoredOffset("id-1", 10), OffsetBounds(0, 8), {"t": "id-2"}, LossKind.RECREATED, (10, None)),
-        (StoredOffset("id-1", 2), OffsetBounds(5, 9), {"t": "id-2"}, LossKind.RECREATED, (2, None)),
-        (StoredOffset("id-1", 2), None, {"t": "id-2"}, LossKind.RECREATED, (2, None)),
-        (StoredOffset("id-1", 2), None, {}, LossKind.RECREATED, (2, None)),
+        (10, OffsetBounds(0, 8), "id-2", TopicRecreated, "id-2", RECREATED, (10, None)),
+        (2, OffsetBounds(5, 9), "id-2", TopicRecreated, "id-2", RECREATED, (2, None)),
+        (2, OffsetBounds(0, 9), "id-2", TopicRecreated, "id-2", RECREATED, (2, None)),
+        (2, None, "id-2", TopicRecreated, "t-0", RECREATED, (2, None)),
+        (2, None, None, TopicRecreated, "the topic is gone", RECREATED, (2, None)),
     ],
 )
-def test_what_was_lost_is_said_in_offsets(here, extent, ids, kind, lost):
+def test_what_does_not_fit_halts_and_is_said_in_offsets(here, extent, ids, error, shown, kind, lost):
+    stored = {("t", 0): StoredOffset("id-1", here)}
     extents = {} if extent is None else {("t", 0): extent}
-    [loss] = find_losses({("t", 0): here}, extents, ids)
+    ids = {} if ids is None else {"t": ids}
+    with pytest.raises(error, match=shown):
+        plan(stored, extents, ids)
+    [loss] = find_losses(stored, extents, ids)
     assert (loss.topic, loss.part, loss.topic_id, loss.kind) == ("t", 0, "id-1", kind)
     assert (loss.first_offset, loss.end_offset) == lost
 

@@ -197,7 +197,7 @@ TORN = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kinds=st.tuples(st.sampled_from(PLAIN), st.sampled_from(PLAIN)),
     optional=st.booleans(),
@@ -266,7 +266,7 @@ def nested_batches(draw: st.DrawFn) -> tuple[t.StructType, list[bytes | None]]:
     return fields, [*(f'{{"g":{g},"f":{f}}}'.encode("utf-8", "replace") for f, g in rows), draw(st.none())]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batch=nested_batches(), missing=st.sampled_from(["null", "dead-letter"]))
 def test_batches_of_nested_values_that_are_read_whole(batch, missing):
     read_both_ways(*batch, Policy(missing=missing))
@@ -460,7 +460,7 @@ POLICIES = [
 ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     kinds=st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS)),
     optional=st.tuples(st.booleans(), st.booleans()),
