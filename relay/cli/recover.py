@@ -25,6 +25,10 @@ def recover(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only compare. Exit status 1 if something differs.")
     ] = False,
+    resend: Annotated[
+        bool,
+        typer.Option("--resend", help="Put what Kafka has lost back from the archive, before what waits."),
+    ] = False,
     reason: Reason = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
@@ -43,7 +47,7 @@ def recover(
     assert start is not None
     with closing(Recovery(reconciler_settings(database_url))) as recovery:
         found = recovery.compare(start, end)
-        locked = [] if dry_run else recovery.recover(found, why)
+        locked = [] if dry_run else recovery.recover(found, why, resend=resend)
     if as_json:
         print_json(
             {
@@ -58,10 +62,13 @@ def recover(
                 "locked": locked,
                 "lanes": found.lanes,
                 "dry_run": dry_run,
+                "resend": resend,
             }
         )
     else:
         _print(found, dry_run=dry_run)
+        if resend and not dry_run and found.missing:
+            say(f"{len(found.missing)} events were put back into the outbox, to be published again")
     if locked:
         raise error_of_locked(locked)
     if dry_run and found.differs:

@@ -11,7 +11,8 @@ A restore takes Postgres back to a point, and Kafka keeps what was published aft
 | in ``scheduled``    | has it                  | published since: it is deleted, or it would go out again             |
 | in ``dead_letters`` | has it                  | retried since: it is discarded, and its key goes on                  |
 | in ``published``    | has it                  | nothing                                                              |
-| in ``published``    | lacks it                | Kafka has lost it: named, for ``outbox replay``                      |
+| in ``published``    | lacks it                | Kafka has lost it: named, and with ``resend`` put back into events,  |
+|                     |                         | under its own row id: before the later events of its key, which wait |
 | nowhere             | has it                  | Postgres has lost it: named, as consumers may have applied it        |
 
 An event is lost for sure if it was written after the point, by the database's clock, or published well after it: if it
@@ -48,6 +49,8 @@ _AUDIT_IDS: Final = 10_000
 _LATEST: Final = dt.datetime(9999, 12, 29, tzinfo=dt.UTC)
 """The time of records whose writer made one up that no calendar has. In every zone Python has it."""
 _RESTORED: Final = "Postgres was restored to a point before events of this lane were published"
+
+_UNSETTLED: Final = "its marker names events that are not settled, and only the topics show whether Kafka has them"
 
 _TABLE: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_recover",
@@ -110,6 +113,20 @@ SELECT r.lane, r.id, r.event_id::text
           FROM {table}) AS r
  WHERE {there} ORDER BY event_id, id"""
 
+# No mark holds any more: they would be below it. Of an event that was replayed, the first row.
+_RESEND: Final = """
+WITH lost AS (
+    SELECT DISTINCT ON (event_id) tableoid AS part, ctid AS place FROM {published}
+     WHERE event_id = ANY(%(event_ids)s::uuid[]) ORDER BY event_id, id),
+gone AS (
+    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*),
+unmarked AS (
+    UPDATE {lanes} SET low_water_mark = NULL, mark_failures = NULL WHERE lane IN (SELECT lane FROM gone))
+INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
+                      created_at, from_relay) OVERRIDING SYSTEM VALUE
+SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
+  FROM gone"""
+
 _UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE id = ANY(%(ids)s::bigint[])"
 
 
@@ -160,11 +177,16 @@ class Comparison:
     @property
     def broken(self) -> list[LaneComparison]:
         """Lanes on which a relay would stop, or publish something again, each with the problem."""
-        return [
-            state if state.problem is not None else replace(state, problem=_RESTORED)
-            for state in self.lanes
-            if state.problem is not None or self.found.get(state.lane)
-        ]
+        problems = [(state, self._problem(state)) for state in self.lanes]
+        return [replace(state, problem=problem) for state, problem in problems if problem is not None]
+
+    def _problem(self, state: LaneComparison) -> str | None:
+        if state.problem is not None:
+            return state.problem
+        if self.found.get(state.lane):
+            return _RESTORED
+        # A mirror may have the marker, and not yet the events: a relay would settle them by it.
+        return _UNSETTLED if state.marker_batch not in {None, state.last_batch} else None
 
     @property
     def differs(self) -> bool:
@@ -216,18 +238,25 @@ class Recovery(Reconciler):
             findings.lanes,
         )
 
-    def recover(self, found: Comparison, reason: str) -> Sequence[str]:
+    def recover(self, found: Comparison, reason: str, *, resend: bool = False) -> Sequence[str]:
         """Settle what is on Kafka, so that nothing is published again, and let the lanes go on.
 
-        Returns the ids of dead letters that another transaction had locked: they were left as they are. Lanes of an
-        exactly-once outbox get new markers. Raises OperationRefused when another process took one.
+        ``resend``: put back what Kafka has lost; a source wal must then read the tables anew. Returns the ids of dead
+        letters that another transaction had locked: they were left as they are. Lanes of an exactly-once outbox get new
+        markers. Raises OperationRefused when another process took one, and with ``resend`` while relays run.
         """
+        if resend and found.relays:
+            raise OperationRefused(
+                f"{found.relays} relays run: they could publish later events of a key before those that are put back. "
+                "Stop them, and run this again"
+            )
         details = {
             "since": found.since.isoformat(),
             "until": found.until.isoformat(),
             "lanes": [state.lane for state in found.broken],
             "lost": len(found.lost),
             "missing": len(found.missing),
+            "resend": resend,
             "event_ids_lost": [event.event_id for event in found.lost[:_AUDIT_IDS]],
         }
         settled = [event_id for rows in found.found.values() for event_id in rows]
@@ -235,6 +264,9 @@ class Recovery(Reconciler):
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             self._note("recover", reason, details)
             self._note_settled("recover settles", reason, settled, {})
+            if resend:
+                statement = sql.SQL(_RESEND).format(**self._names)
+                self._connection.execute(statement, {"event_ids": [event.event_id for event in found.missing]})
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
             self.repair(Findings(found.broken, []), reason)
         else:

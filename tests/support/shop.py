@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import psycopg
+from chaos.history import partition_of
 from inbox_support import FAST as INBOX
 from inbox_support import Running
 from restored import KEPT
@@ -25,15 +26,14 @@ NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24
 
 
 class Shop:
-    """Events of four keys, two in each of two lanes, each with a revision of its key that the database counts."""
+    """Events of four keys, one in each partition of each of two lanes, with revisions that the database counts."""
 
     def __init__(self, kafka: Any) -> None:
         self.kafka = kafka
         self.kind = kafka.name("Order")
         self.topic = kafka.create_topic(f"{self.kind.lower()}-events", 2)
-        names = [f"k{number}" for number in range(100)]
-        lanes = [[name for name in names if lane_of(self.kind, name, 2) == lane] for lane in range(2)]
-        self.keys = [*lanes[0][:2], *lanes[1][:2]]
+        places = [(lane, partition) for lane in range(2) for partition in range(2)]
+        self.keys = [next(key for key in map(str, range(1000)) if self._place_of(key) == place) for place in places]
 
     def prepare(self, url: str) -> None:
         """Make its table; two lanes."""
@@ -67,6 +67,9 @@ class Shop:
         """Run a consumer of the topic, whose effects are in the database ``sink``."""
         options = {"bootstrap.servers": self.kafka.bootstrap_servers, **INBOX}
         return Running(Consumer(sink, [self.topic], group="g", kafka=options), _apply_id)
+
+    def _place_of(self, key: str) -> tuple[int, int]:
+        return lane_of(self.kind, key, 2), partition_of(key, 2)
 
     def _read(self) -> list[str]:
         return [dict(message.headers())["ce_id"].decode() for message in self.kafka.consume(self.topic)]

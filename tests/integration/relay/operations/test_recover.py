@@ -106,6 +106,28 @@ def test_each_table_is_compared(restored):
     assert ids(found["lost"]) == {lost}
 
 
+def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
+    waiting, missing = new_id(), new_id()
+    # It was replayed before: it is in the archive twice. Identity columns begin with 1.
+    for number in (-2, -1):
+        restored.put("published", missing, ", lane, id, created_at", f", 1, {number}, now()")
+    restored.put("events", waiting)
+    restored.run("UPDATE outbox.lanes SET low_water_mark = 1000, mark_failures = 'x'")
+    restored.run("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')")
+    refused = restored.command("recover", "--since", restored.since, "--resend", "--reason", "x", settings=ARCHIVE)
+    assert (refused.returncode, "1 relays run" in refused.stderr) == (1, True), refused.stderr
+    assert restored.left() == 1
+    restored.run("DELETE FROM outbox.relays")
+    assert ids(restored.recover("--resend", "--reason", "Kafka was lost")["missing"]) == {missing}
+    assert restored.run("SELECT id, event_id::text FROM outbox.events ORDER BY id")[0] == (-2, missing)
+    assert restored.left() == 2
+    assert restored.run("SELECT id FROM outbox.published") == [(-1,)]
+    assert restored.run("SELECT low_water_mark FROM outbox.lanes WHERE lane = 1") == [(None,)]
+    assert restored.run("SELECT low_water_mark FROM outbox.lanes WHERE lane = 0") == [(1000,)]
+    assert restored.recover("--resend", "--reason", "again")["missing"] == []
+    assert restored.left() == 2
+
+
 def test_records_of_any_program_break_nothing(restored):
     """A NUL in a header, which Postgres takes in no text, and a time in microseconds."""
     # Of other tests on this broker, whose records have such times too.
