@@ -16,14 +16,16 @@ from relay.config import Settings, SourceKind
 from relay.insights import without_event
 from relay.operations.doctor.run import Rows, asking
 from relay.operations.guarantee import slot_cost
+from relay.operations.recover import CLOCKS
 from relay.operations.wal_setup import Cdc, Status
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import names_of
 from relay.wal.slot import Slot, slot_names
 
-_SERVER: Final = (
-    "SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit')"
-)
+_SERVER: Final = """
+SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit'),
+       extract(epoch FROM clock_timestamp())::float8"""
+_APART: Final = CLOCKS.total_seconds()
 _PUBLISHES_GENERATED: Final = 180000
 _PUBLICATIONS_OF_DELETES: Final = """
 SELECT p.pubname FROM pg_publication AS p JOIN pg_publication_tables AS t ON t.pubname = p.pubname
@@ -97,7 +99,8 @@ def _names(schema: str) -> dict[str, sql.Composable]:
 
 
 def _server(rows: Rows) -> Iterator[Finding]:
-    ((version, fsync, synchronous),) = rows
+    ((version, fsync, synchronous, seconds),) = rows
+    ahead = time.time() - seconds
     yield ok("Postgres", f"version {version}")
     if fsync != "on":
         found = "fsync is off: a crash of the machine can lose or corrupt data"
@@ -109,6 +112,10 @@ def _server(rows: Rows) -> Iterator[Finding]:
             "an event only once it is durable, so Kafka never holds one whose transaction was lost",
             setting="synchronous_commit = on",
         )
+
+    if abs(ahead) > _APART:
+        found = f"this machine's is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the database's"
+        yield warning("clocks", f"{found}. Messages have the relay's time, and `outbox recover` may miss them")
 
 
 def _tables(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:

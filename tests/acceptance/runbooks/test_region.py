@@ -21,6 +21,8 @@ from outbox._topics import STATE_SUFFIX
 from outbox.inbox.errors import TopicReplaced
 from outbox.testing.fixtures import Topics
 
+LOST = "Kafka was lost, or a topic"
+
 
 @pytest.mark.parametrize(
     ("delivery", "source", "mirrored", "sink_stays"),
@@ -81,7 +83,7 @@ def test_a_region_is_promoted(
         sink = sink if sink_stays else url
         settings["kafka__bootstrap_servers"] = second.bootstrap_servers
         mirrored_ids = there.published()
-        operator = follow(url)
+        operator = follow(url).follow(LOST)
         shown = operator.look("outbox recover --since TIME --dry-run", TIME=point)
         assert shown.status == 1, shown.text
         only_kafka, only_postgres = mirrored_ids.keys() & lost, behind - mirrored_ids.keys()
@@ -103,7 +105,7 @@ def test_a_region_is_promoted(
         assert published.keys() == {*surviving, *only_kafka}
         assert published - mirrored_ids == dict.fromkeys(published.keys() - mirrored_ids.keys(), 1)
         assert isinstance(there.consumer(sink).error(), TopicReplaced)
-        of_sink = follow(sink)
+        of_sink = follow(sink).follow(LOST)
         of_sink.own("outbox offsets reset", GROUP="g", TOPIC=shop.topic)
         running = there.consumer(sink)
         running.wait(lambda: set(applied(sink)) >= published.keys(), "the effects of all")
