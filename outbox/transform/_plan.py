@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from outbox._clients.kafka import complete
+from outbox.consumer.model import Partition
 from outbox.consumer.stalled import Watch
 from outbox.errors import ConfigurationError
 from outbox.transform.records import Transform
 
 MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
+# The most that librdkafka takes.
+_MESSAGE_MAX_BYTES: Final = 1_000_000_000
 # The promise depends on them, too.
 _IMPLIED: Final = frozenset({"enable.idempotence", "acks", "group.protocol"})
 
@@ -34,10 +37,16 @@ class Plan:
 
 @dataclass(slots=True)
 class Progress:
-    """What outlives a session. ``batch``: the most messages in a transaction now; ``messages``: the committed ones."""
+    """What outlives a session.
+
+    batch      the most messages in a transaction now.
+    messages   how many are committed.
+    too_large  the place of a message whose copy the dead-letter topic has refused: it gets one without the value.
+    """
 
     batch: int
     messages: int = 0
+    too_large: set[tuple[Partition, int]] = field(default_factory=set)
     watch: Watch = field(default_factory=Watch)
 
 
@@ -66,6 +75,8 @@ def client_options(
     completed = complete(kafka)
     tuned = {
         "partitioner": "murmur2_random",
+        # The topics decide: what one has taken, another may take, too.
+        "message.max.bytes": _MESSAGE_MAX_BYTES,
         # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
         "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
     }

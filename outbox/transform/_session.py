@@ -38,11 +38,10 @@ _REFUSALS: Final = frozenset(
         KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001  a documented name, in spite of the underscore
     }
 )
+_TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
 # The record itself is at fault: it would be refused each time.
-_UNFIT: Final = frozenset(
+_UNFIT: Final = _TOO_LARGE | frozenset(
     {
-        KafkaError.MSG_SIZE_TOO_LARGE,
-        KafkaError.RECORD_LIST_TOO_LARGE,
         KafkaError.INVALID_RECORD,
         KafkaError.POLICY_VIOLATION,
         KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
@@ -64,7 +63,7 @@ class Session:
         self._membership: Any = None
         self._metadata: dict[tuple[str, int], str | None] = {}
         self._aborted = 0
-        self._undelivered: tuple[Message, KafkaError] | None = None
+        self._undelivered: tuple[Message, Record, KafkaError] | None = None
         self._stuck = False
 
     def __enter__(self) -> Self:
@@ -224,6 +223,7 @@ class Session:
             self._aborted = 0
             self._progress.watch.moved(first)
             self._progress.messages += len(messages)
+            self._progress.too_large.clear()
             self._progress.batch = min(2 * self._progress.batch, self._plan.batch)
 
     def _give_up(self, messages: Sequence[Message], error: KafkaException, seconds: float) -> None:
@@ -234,8 +234,8 @@ class Session:
         if not inner.fatal():
             self._abort()
         if self._undelivered is not None:
-            message, reason = self._undelivered
-            if reason.code() in _UNFIT:
+            message, record, reason = self._undelivered
+            if reason.code() in _UNFIT and not self._cut(message, record, reason):
                 raise TransformFailed(message, KafkaException(reason)) from error
             if is_refused(reason) or reason.code() in _MISSING:
                 raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
@@ -273,7 +273,8 @@ class Session:
         except Exception as error:
             if self._plan.dead_letter_topic is None:
                 raise TransformFailed(message, error) from error
-            records = [dead_letter(self._plan.dead_letter_topic, message, error)]
+            whole = _place_of(message) not in self._progress.too_large
+            records = [dead_letter(self._plan.dead_letter_topic, message, error, whole=whole)]
         for record in records:
             self._send_record(message, record)
 
@@ -281,7 +282,7 @@ class Session:
         def delivered(error: KafkaError | None, _record: Message) -> None:
             # What is purged was aborted with another one, whose error is the reason.
             if error is not None and error.code() not in _PURGED and self._undelivered is None:
-                self._undelivered = message, error
+                self._undelivered = message, record, error
 
         more: dict[str, Any] = {} if record.partition is None else {"partition": record.partition}
         while True:
@@ -299,12 +300,28 @@ class Session:
             except (TypeError, ValueError) as error:
                 raise TransformFailed(message, error) from error
             except KafkaException as error:
-                if error.args[0].code() in _UNFIT:
+                reason = error.args[0]
+                if reason.code() not in _UNFIT:
+                    raise
+                if not self._cut(message, record, reason):
                     raise TransformFailed(message, error) from error
-                raise
+                self._produce(message)
+                return
             else:
                 self._producer.poll(0)
                 return
+
+    def _cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
+        """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""
+        place = _place_of(message)
+        if (
+            record.topic != self._plan.dead_letter_topic
+            or reason.code() not in _TOO_LARGE
+            or place in self._progress.too_large
+        ):
+            return False
+        self._progress.too_large.add(place)
+        return True
 
     def _send_positions(self, positions: list[TopicPartition]) -> None:
         """Send the positions into the transaction. Raises KafkaException, also if it has not returned in time.
@@ -367,6 +384,10 @@ def _answered(positions: list[TopicPartition]) -> list[TopicPartition]:
 
 def _partition_of(message: Message) -> Partition:
     return message.topic() or "", message.partition() or 0
+
+
+def _place_of(message: Message) -> tuple[Partition, int]:
+    return _partition_of(message), message.offset() or 0
 
 
 def _behind(messages: Sequence[Message], metadata: Mapping[tuple[str, int], str | None]) -> list[TopicPartition]:

@@ -28,13 +28,15 @@ class Record:
 Transform = Callable[[Message], Iterable[Record]]
 
 
-def dead_letter(topic: str, message: Message, error: Exception) -> Record:
-    """Return the copy of a message for the dead-letter topic."""
-    why = f"{type(error).__name__}: {error}"[:1000].encode(errors="replace")
+def dead_letter(topic: str, message: Message, error: Exception, *, whole: bool) -> Record:
+    """Return the copy of a message for the dead-letter topic; ``whole``: with its value, unless it is too large."""
+    why = f"{type(error).__name__}: {error}"[:1000]
+    if not whole:
+        why += "; without its value, as this topic takes no message of that size"
     place = f"{message.topic()}-{message.partition()}@{message.offset()}".encode()
     return Record(
         topic,
         message.key(),
-        message.value(),
-        [*(message.headers() or ()), (DEAD_LETTER, why), (PLACE, place)],
+        message.value() if whole else None,
+        [*(message.headers() or ()), (DEAD_LETTER, why.encode(errors="replace")), (PLACE, place)],
     )

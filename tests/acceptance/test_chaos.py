@@ -26,6 +26,10 @@ def test_a_short_course(tmp_path):
     # On a slow machine the last act comes too late, and the one before it is given up.
     assert "partitions" in result.operators
     assert result.operators.keys() & {"lanes", "lanes in vain"}
+    assert result.verdict.applied.keys() == {"effects", "results", "payments"}
+    assert all(result.verdict.applied.values())
+    assert result.verdict.strangers > 10
+    assert all(result.verdict.refused[group] for group in ("effects", "results"))
     assert result.first_reads
     assert result.catch_ups
     assert result.rolled_back

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Message
 from confluent_kafka.cimpl import TopicPartition
+from raw_kafka import produce
 from support import wait_until
 from transform_support import Place, copied, place, running
 
@@ -132,6 +133,24 @@ def test_records_that_can_not_be_produced(place, outbox_kafka, wrong, error, pro
     with running(mended):
         wait_until(lambda: place.position() == 10, 60, "the end")
     assert place.come(10) == {f"k{n}": [n] for n in range(10)}
+
+
+@pytest.mark.parametrize("option", [{}, {"message.max.bytes": 900_000}], ids=["for the topic", "for this client"])
+def test_a_message_whose_copy_is_too_large_costs_only_its_value(place, outbox_kafka, option):
+    dead = outbox_kafka.create_topic(outbox_kafka.name("dead"))
+    place.options |= option
+    # As large as the topic takes: nothing can be added to it.
+    produce(outbox_kafka.bootstrap_servers, place.source, 0, [(b"k", bytes(1_048_500), {b"id": b"1"})])
+    place.feed(range(5), partition=0)
+    member = place.member(copied(place), dead_letter_topic=dead)
+    with running(member):
+        wait_until(lambda: member.committed == 6, 60, "all messages")
+    assert place.come(5) == {f"k{n}": [n] for n in range(5)}
+    [letter] = outbox_kafka.consume(dead, 1)
+    headers = dict(letter.headers())
+    assert (letter.key(), letter.value(), headers["id"]) == (b"k", None, b"1")
+    assert headers[DEAD_LETTER].endswith(b"; without its value, as this topic takes no message of that size")
+    assert headers[PLACE] == f"{place.source}-0@0".encode()
 
 
 def test_a_topic_of_records_that_is_missing_is_found_within_a_transaction(place, outbox_kafka):

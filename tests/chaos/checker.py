@@ -13,7 +13,8 @@
 | invented        | –                      | no writer has ever written it                                        |
 | unstable        | inconsistent-offsets   | what a reader saw at an offset is gone, or is another event          |
 | dead_letters    | –                      | dead or discarded without reason, published and dead, refused and    |
-|                 |                        | not dead, or with a wrong number of copies                           |
+|                 |                        | not dead, or with a wrong number of copies. Of a group: not exactly  |
+|                 |                        | the messages of strangers that it can't apply                        |
 | stuck           | –                      | still in the outbox although nothing holds it up                     |
 
 | unapplied       | –                      | on a topic, and a consumer group beyond it has no effect of it       |
@@ -62,7 +63,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from chaos.history import Committed, Group, History, Message, Sightings, partition_of
+from chaos.history import Committed, Group, History, Message, Place, Sightings, partition_of
 
 ANOMALIES: Final = (
     "lost",
@@ -116,6 +117,10 @@ class Verdict:
     """Events that wait behind a dead letter of their key, as their route wants it."""
     applied: dict[str, int] = field(default_factory=dict)
     """How many effects each group has."""
+    strangers: int = 0
+    """Messages of other programs in the topics."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """How many dead letters each group has."""
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -177,13 +182,19 @@ class _Checker:
         self._partition: dict[tuple[int, str], int] = {}
         self._late: list[tuple[_Item, str]] = []
         self._final = Sightings()
+        self._strangers: dict[tuple[Place, int], str] = {}
         self.verdict = Verdict(committed=len(self._rows), dead=len(self._dead))
 
     def read_topics(self) -> None:
         """Compare each message with the row of its event."""
         for message in self._history.messages:
+            place = message.topic, message.partition
+            if message.stranger is not None and message.event is None:
+                self.verdict.strangers += 1
+                self._strangers[place, message.offset] = message.stranger
+                continue
             self.verdict.messages += 1
-            self._final.add((message.topic, message.partition), message.offset, message.event)
+            self._final.add(place, message.offset, message.event)
             row = self._row(message)
             if row is not None:
                 self._compare(message, row)
@@ -261,7 +272,7 @@ class _Checker:
     def compare_sightings(self) -> None:
         """Look whether what a reader saw earlier is still there."""
         for place, offset, event in self._history.seen.items():
-            now = self._final.at(place, offset)
+            now = -1 if (place, offset) in self._strangers else self._final.at(place, offset)
             if now != event:
                 self.verdict.found("unstable", f"{place[0]}/{place[1]}@{offset}: {event} was there, and now {now}")
 
@@ -276,18 +287,25 @@ class _Checker:
         for event, place, offset in group.effects:
             shown = f"{group.name}: {place[0]}/{place[1]}@{offset}: event {event}"
             row = None if event is None else self._rows.get(event)
-            if event is None or row is None or self._final.at(place, offset) != event:
-                self.verdict.found("misapplied", f"{shown}, which is not there")
+            strange = event is None and self._strangers.get((place, offset)) == "applied"
+            if not strange and (row is None or self._final.at(place, offset) != event):
+                self.verdict.found("misapplied", f"{shown}, which is not there, or not to be applied")
                 continue
-            item = (place, offset) if group.per_message else event
+            item = (place, offset) if group.per_message or row is None else event
             if item in applied:
                 self.verdict.found("applied_twice", shown)
-            line = (*place, row.key) if group.by_key else place
-            if offset < last.get(line, 0):
+            # Keys are not kept of strangers.
+            line = (*place, row and row.key) if group.by_key else place
+            if offset < last.get(line, 0) and not (strange and group.by_key):
                 self.verdict.found("applied_late", f"{shown} after offset {last[line]}")
             applied.add(item)
             last[line] = offset
         self.verdict.applied[group.name] = len(applied)
+        self._look_for_unapplied(group, applied)
+        if group.dead is not None:
+            self._compare_dead(group, group.dead)
+
+    def _look_for_unapplied(self, group: Group, applied: set[object]) -> None:
         missing: set[object] = set()
         for place, offset, event in self._final.items():
             item = (place, offset) if group.per_message else event
@@ -295,6 +313,20 @@ class _Checker:
                 missing.add(item)
                 shown = f"{group.name}: {place[0]}/{place[1]}@{offset}: event {event} ({self._name(self._rows[event])})"
                 self.verdict.found("unapplied", shown)
+        for (place, offset), outcome in self._strangers.items():
+            if place[0] in group.topics and outcome == "applied" and (place, offset) not in applied:
+                self.verdict.found("unapplied", f"{group.name}: {place[0]}/{place[1]}@{offset}: a stranger's")
+
+    def _compare_dead(self, group: Group, dead: Mapping[tuple[Place, int], int]) -> None:
+        """Look whether exactly those messages of strangers are the group's dead letters that it can't apply."""
+        expected = {one for one, outcome in self._strangers.items() if one[0][0] in group.topics and outcome == "dead"}
+        self.verdict.refused[group.name] = len(dead)
+        for place, offset in expected | dead.keys():
+            times = dead.get((place, offset), 0)
+            if times != ((place, offset) in expected):
+                what = self._strangers.get((place, offset)) or f"event {self._final.at(place, offset)}"
+                shown = f"{group.name}: {place[0]}/{place[1]}@{offset} ({what}) is a dead letter {times} times"
+                self.verdict.found("dead_letters", shown)
 
     def _row(self, message: Message) -> Committed | None:
         event = message.event

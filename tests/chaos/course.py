@@ -30,8 +30,8 @@ Delivery = Literal["at-least-once", "exactly-once"]
 Consumers = Literal["inbox", "spark"]
 
 RELAYS: Final = 3
-MEMBERS: Final = 2
-"""Of the inbox group that applies the events."""
+MEMBERS: Final = 6
+"""Processes of consumers, two of each kind: the inbox, the transformer, and callers of the payment provider."""
 WRITERS: Final = 3
 KEYS: Final = 100_000
 LATER_KEYS: Final = 200
@@ -239,7 +239,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
                 _MEMBER_FAULTS,
                 configuration,
                 first=5.0,
-                pause=(1.0, 5.0),
+                pause=(0.5, 2.0),
             )
         ),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from chaos.payments import GROUP, payments
 from spark_jobs import ConsumerJob
 
 job = ConsumerJob(
-    group="effects",
+    group=GROUP,
     topics=["given-by-the-command"],
     effect="INSERT INTO effects (event_id, topic, part, at) "
-    "SELECT message_id, message_topic, message_part, message_offset FROM batch ORDER BY message_offset",
+    "SELECT message_id, message_topic, message_part, message_offset FROM batch ORDER BY message_offset; "
+    + payments.reserve(),
 )

@@ -20,6 +20,8 @@ import orjson
 Place = tuple[str, int]
 """A topic and a partition."""
 
+STRANGER: Final = "stranger"
+"""The header of what strangers write: what groups are to make of it."""
 _WRITER_BITS: Final = 12
 _NUMBER_BITS: Final = 40
 
@@ -41,7 +43,8 @@ class Committed(NamedTuple):
 class Message(NamedTuple):
     """One message, as a reader of what is committed finds it. ``event`` is None where the id is not of this run.
 
-    ``replay``: the header that marks an archived event that was sent again.
+    ``replay``: the header that marks an archived event that was sent again. ``stranger``: another program has written
+    it, and this is to become of it: ``dead`` or ``applied``.
     """
 
     event: int | None
@@ -51,6 +54,7 @@ class Message(NamedTuple):
     key: str
     digest: bytes
     replay: str | None = None
+    stranger: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,7 @@ class Group:
     effects      in the order in which they came about.
     per_message  whether a message that repeats an event has an effect of its own, as where nothing is deduplicated.
     by_key       whether only the effects of each key are in order, and not those of each partition.
-    dead         how often each place became a dead letter.
+    dead         how often each message became a dead letter; None: that is another group's.
     """
 
     name: str
@@ -217,7 +221,7 @@ class Group:
     effects: Iterable[Effect]
     per_message: bool = False
     by_key: bool = False
-    dead: Mapping[tuple[Place, int], int] = field(default_factory=dict)
+    dead: Mapping[tuple[Place, int], int] | None = None
 
 
 @dataclass(slots=True)

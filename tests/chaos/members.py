@@ -1,4 +1,4 @@
-"""The consumers of a run: a group whose members are killed and halted, and what it has applied in the end."""
+"""The consumers of a run: groups whose members are killed and halted, and what they have made of it in the end."""
 
 from __future__ import annotations
 
@@ -8,27 +8,42 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Self
 
+import confluent_kafka
 import psycopg
+from confluent_kafka import Consumer, KafkaException, TopicPartition
 
-from chaos.course import MEMBERS, Consumers, Course, Fault
-from chaos.faults import Hand
-from chaos.history import Effect, EventIds
+from chaos.checker import Verdict
+from chaos.course import Course, Fault
+from chaos.faults import Hand, program
+from chaos.history import Effect, EventIds, Group, Place
+from chaos.member import FROM
+from chaos.payments import GROUP, PROVIDER, TABLE, TOPICS, ChaosProvider
+from chaos.reading import LiveReader, headers, read_all
 from chaos.stage import Stage
 from outbox._app import migrate as db
 from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.event import CE_ID
 from outbox.sandbox._process import patience
+from outbox.transform import PLACE
 
-GROUP: Final = "effects"
+_ROLES: Final = ("inbox", "inbox", "transform", "transform", "external", "external")
+_WITH_SPARK: Final = ("spark", "transform", "transform", "external", "external")
 _SCRIPT: Final = Path(__file__).with_name("member.py")
-_TABLE: Final = """
-CREATE TABLE effects (number bigint GENERATED ALWAYS AS IDENTITY, event_id uuid, topic text, part integer, at bigint)"""
+_TABLES: Final = f"""
+CREATE TABLE effects (number bigint GENERATED ALWAYS AS IDENTITY, event_id uuid, topic text, part integer, at bigint);
+{TABLE}"""
 _EFFECTS: Final = "SELECT event_id::text, topic, part, at FROM effects ORDER BY number"
+_SETTLED: Final = "SELECT event_id::text, topic, part, at, outcome FROM settled ORDER BY number"
+_DEAD: Final = "SELECT topic, part, message_offset FROM consumer.dead_letters WHERE grp = %s"
 _POSITIONS: Final = "SELECT topic, part, next_offset FROM consumer.offsets WHERE grp = %s"
+_RESERVED: Final = "SELECT message_id::text, message_offset, topic, part, order_key FROM consumer.reservations"
+_UNSETTLED: Final = "SELECT count(*) FROM consumer.reservations WHERE state NOT IN ('confirmed', 'cancelled')"
 _STANDS_STILL_SECONDS: Final = 60.0
 _KAFKA: Final = {
     "session.timeout.ms": 6000,
@@ -40,34 +55,30 @@ _KAFKA: Final = {
 
 
 class Members:
-    """Two processes of the inbox, or `outbox consume --continuous`; each is replaced when it ends.
+    """Processes of the inbox, or `outbox consume --continuous`, of the transformer and of `outbox external run`.
 
-    They reach the servers as relays do, by the proxies.
+    Each is replaced when it ends. They reach the servers as relays do, by the proxies.
     """
 
-    def __init__(self, stage: Stage, folder: Path, consumers: Consumers) -> None:
+    def __init__(self, stage: Stage, folder: Path, course: Course, mutation: str = "none") -> None:
+        self._stage = stage
         self._folder = folder
         self._url = stage.url
-        self._kafka = stage.settings["bootstrap_servers"]
-        self.topics = stage.first_topics
-        self._consumers = consumers
-        self._given = {
-            "database": stage.settings["database_url"],
-            "topics": self.topics,
-            "group": GROUP,
-            "kafka": {"bootstrap.servers": self._kafka, **_KAFKA},
-            "wait": [0.05, 0.5],
-            "idle_seconds": 5.0,
-        }
+        self._topics = stage.first_topics
+        self._mutation = mutation
+        self._transform_group = stage.topics.name("results")
+        self._roles = _WITH_SPARK if course.configuration.consumers == "spark" else _ROLES
         self._opened = ExitStack()
+        self._provider = ChaosProvider(course.seed)
         self._started = 0
         self.present: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
         db.upgrade_consumer(self._url)
         with psycopg.connect(self._url) as connection:
-            connection.execute(_TABLE)
-        self.present = [self._start() for _ in range(MEMBERS if self._consumers == "inbox" else 1)]
+            connection.execute(_TABLES)
+        self._opened.enter_context(self._provider)
+        self.present = [self._start(role) for role in self._roles]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,48 +107,136 @@ class Members:
         """Replace the members that have ended."""
         for number, one in enumerate(self.present):
             if one.poll() is not None:
-                self.present[number] = self._start()
+                self.present[number] = self._start(self._roles[number])
 
-    def await_applied(self) -> None:
-        """Wait until the group has reached the ends of its topics, or has not moved for a while."""
-        admin = KafkaAdmin({"bootstrap.servers": self._kafka})
+    def await_applied(self, reader: LiveReader) -> None:
+        """Wait until the groups have reached the ends of their topics and all is settled, or nothing moves any more."""
+        admin = KafkaAdmin({"bootstrap.servers": self._stage.settings["bootstrap_servers"]})
+        transformer = Consumer(
+            {"bootstrap.servers": self._stage.topics.bootstrap_servers, "group.id": self._transform_group}
+        )
         seen, changed_at = None, time.monotonic()
-        while time.monotonic() - changed_at < _STANDS_STILL_SECONDS * patience() / 4:
-            self.tend()
-            with psycopg.connect(self._url) as connection:
-                positions = {(topic, part): at for topic, part, at in connection.execute(_POSITIONS, (GROUP,))}
-            ends = admin.snapshot(self.topics).bounds
-            if all(positions.get(place, 0) >= bounds.end for place, bounds in ends.items()):
-                return
-            if positions != seen:
-                seen, changed_at = positions, time.monotonic()
-            time.sleep(0.2)
+        try:
+            while time.monotonic() - changed_at < _STANDS_STILL_SECONDS * patience() / 4:
+                self.tend()
+                with psycopg.connect(self._url) as connection:
+                    positions = {(topic, part): at for topic, part, at in connection.execute(_POSITIONS, (GROUP,))}
+                    unsettled = connection.execute(_UNSETTLED).fetchone()
+                ends = {place: bounds.end for place, bounds in admin.snapshot(self._topics).bounds.items()}
+                # Behind the last message there may be an end of a transaction, which is no message to be read.
+                read = {place: end for place, end in reader.seen.ends().items() if place in ends}
+                committed = _committed(transformer, list(read))
+                if _reached(positions, ends) and _reached(committed, read) and unsettled == (0,):
+                    return
+                if (positions, committed, unsettled) != seen:
+                    seen, changed_at = (positions, committed, unsettled), time.monotonic()
+                time.sleep(0.2)
+        finally:
+            transformer.close()
 
-    def effects(self, connection: psycopg.Connection[Any], ids: EventIds) -> Iterator[Effect]:
-        """Return what was applied, in the order in which it was."""
-        with connection.cursor("effects") as cursor:
-            cursor.itersize = 10_000
-            cursor.execute(_EFFECTS)
-            for event_id, topic, part, at in cursor:
-                yield Effect(ids.event(event_id), (topic, part), at)
+    def groups(self, connection: psycopg.Connection[Any]) -> list[Group]:
+        """Return what the groups have made of the messages."""
+        paid = self._stage.limited_topics
+        letters = Counter(((topic, part), at) for topic, part, at in connection.execute(_DEAD, (GROUP,)))
+        refused = Counter(read_all(self._stage.topics, [self._stage.refused], _refused))
+        settled = connection.execute(_SETTLED).fetchall()
+        ids = self._stage.ids
+        calls = [Effect(ids.event(event_id), (topic, part), at) for event_id, topic, part, at, _ in settled]
+        results = read_all(self._stage.topics, [self._stage.results], lambda message: _result(message, ids))
+        return [
+            Group(GROUP, self._topics, _effects(connection, ids), dead=letters),
+            Group("results", self._topics, results, per_message=True, by_key=True, dead=refused),
+            Group("payments", paid, calls, by_key=True),
+        ]
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def compare_with_provider(self, connection: psycopg.Connection[Any], verdict: Verdict) -> None:
+        """Find calls that the provider has in another state, or in another order, than the database."""
+        standing = self._provider.standing()
+        for event_id, *_, outcome in connection.execute(_SETTLED):
+            times = standing.pop(event_id, 0)
+            if times != (outcome == "confirmed"):
+                shown = f"payments: {event_id} is {outcome}, and {times} times at the provider"
+                verdict.found("applied_twice" if times > 1 else "misapplied", shown)
+        for event_id in standing:
+            verdict.found("misapplied", f"payments: {event_id} is at the provider, and not settled here")
+        reserved = {event_id: (line, at) for event_id, at, *line in connection.execute(_RESERVED)}
+        last: dict[tuple[Any, ...], int] = {}
+        for event_id in self._provider.effects():
+            line, at = reserved[event_id]
+            if at < last.get(tuple(line), 0):
+                verdict.found("applied_late", f"payments: {event_id} reached the provider after a later one of {line}")
+            last[tuple(line)] = at
+
+    def _start(self, role: str) -> subprocess.Popen[bytes]:
         self._started += 1
-        log = self._opened.enter_context((self._folder / f"member-{self._started}.log").open("wb"))
-        words = [str(_SCRIPT), json.dumps(self._given)]
-        if self._consumers == "spark":
-            topics = [word for topic in self.topics for word in ("--topic", topic)]
-            words = ["-m", "relay.cli", "consume", "chaos.effects_job:job", "--continuous", *topics]
+        log = self._opened.enter_context((self._folder / f"member-{self._started}-{role}.log").open("wb"))
+        settings = self._stage.settings
         environment = os.environ | {
-            "PYTHONPATH": str(_SCRIPT.parents[1]),
-            "OUTBOX_DATABASE_URL": self._given["database"],
-            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self._kafka,
+            "PYTHONPATH": os.pathsep.join((str(_SCRIPT.parents[1]), str(_SCRIPT.parents[1] / "support"))),
+            "OUTBOX_DATABASE_URL": settings["database_url"],
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": settings["bootstrap_servers"],
             "OUTBOX_LOG_FORMAT": "json",
+            PROVIDER: self._provider.url,
+            TOPICS: ",".join(self._stage.limited_topics),
         }
         # A group of its own: Spark has children.
         return subprocess.Popen(
-            [sys.executable, *words], stdout=log, stderr=log, env=environment, start_new_session=True
+            [sys.executable, *self._words(role)], stdout=log, stderr=log, env=environment, start_new_session=True
         )
+
+    def _words(self, role: str) -> list[str]:
+        if role == "external":
+            return [*program(self._mutation), "external", "run", "chaos.payments:payments"]
+        if role == "spark":
+            topics = [word for topic in self._topics for word in ("--topic", topic)]
+            return ["-m", "relay.cli", "consume", "chaos.effects_job:job", "--continuous", *topics]
+        kafka = {"bootstrap.servers": self._stage.settings["bootstrap_servers"], **_KAFKA}
+        given: dict[str, Any] = {"mutation": self._mutation, "topics": self._topics, "kafka": kafka}
+        if role == "inbox":
+            more: Mapping[str, Any] = {"wait": [0.05, 0.5], "idle_seconds": 5.0, "most_dead": 10_000}
+            given |= {"database": self._stage.settings["database_url"], "group": GROUP, **more}
+        else:
+            # Readers wait for so long where a member was killed.
+            given |= {"group": self._transform_group, "transaction_seconds": 6.0}
+            given |= {"results": self._stage.results, "dead_letter_topic": self._stage.refused}
+        return [str(_SCRIPT), role, json.dumps(given)]
+
+
+def _committed(consumer: Consumer, places: list[Place]) -> dict[Place, int]:
+    try:
+        found = consumer.committed([TopicPartition(topic, part) for topic, part in places], 10.0)
+    except KafkaException:
+        return {}
+    return {(each.topic, each.partition): each.offset for each in found}
+
+
+def _reached(positions: Mapping[Place, int], ends: Mapping[Place, int]) -> bool:
+    return all(positions.get(place, 0) >= end for place, end in ends.items())
+
+
+def _effects(connection: psycopg.Connection[Any], ids: EventIds) -> Iterator[Effect]:
+    with connection.cursor("effects") as cursor:
+        cursor.itersize = 10_000
+        cursor.execute(_EFFECTS)
+        for event_id, topic, part, at in cursor:
+            yield Effect(ids.event(event_id), (topic, part), at)
+
+
+def _result(message: confluent_kafka.Message, ids: EventIds) -> Effect:
+    named = headers(message)
+    place, offset = _place(named[FROM])
+    return Effect(ids.event(named[CE_ID]), place, offset)
+
+
+def _refused(message: confluent_kafka.Message) -> tuple[Place, int]:
+    return _place(headers(message)[PLACE])
+
+
+def _place(text: str) -> tuple[Place, int]:
+    """Return the parts of ``topic-partition@offset``."""
+    place, _, offset = text.rpartition("@")
+    topic, _, partition = place.rpartition("-")
+    return (topic, int(partition)), int(offset)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

@@ -39,6 +39,7 @@ _TAKE_OVER_SECONDS: Final = 4.0
 _DRAIN_SECONDS: Final = 10
 _REASON: Final = "chaos"
 
+_LEASES: Final = "SELECT count(*) FROM outbox.lanes WHERE lease_until >= clock_timestamp()"
 _AUDIT: Final = "SELECT what, details FROM outbox.audit WHERE what IN ('discard', 'retry', 'replay')"
 
 
@@ -240,11 +241,11 @@ class OperatorHand(Hand[Act]):
         for (lane,) in self._look("SELECT name FROM outbox.pauses WHERE scope = 'lane'"):
             self._give("relay", "resume", "--lane", lane)
         with self._relays.stopped():
-            ended = time.monotonic()
-            # The lease of one that was killed lasts for as long.
-            while not (done := self._give("db", "lanes", str(number))) and time.monotonic() < ended + _LEASE_SECONDS:
+            until = time.monotonic() + _LEASE_SECONDS
+            # Those of relays that were killed.
+            while self._look(_LEASES) != [(0,)] and time.monotonic() < until:
                 self._stop.wait(_STEP_SECONDS)
-            return done
+            return self._give("db", "lanes", str(number))
 
     def _source(self) -> str:
         """Return what the lanes are read from: one statement switches all of them."""

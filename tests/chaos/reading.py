@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 import confluent_kafka
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from chaos.history import EventIds, Message, Place, Sightings, digest_of
-from outbox.event import REPLAY
+from chaos.history import STRANGER, EventIds, Message, Place, Sightings, digest_of
+from outbox.consumer.messages import headers_of
+from outbox.event import CE_ID, REPLAY
 from outbox.sandbox._process import wait_for
 from outbox.sandbox.errors import ServiceError
 from outbox.testing.fixtures import Topics, token
+
+T = TypeVar("T")
 
 _EOF: Final = KafkaError._PARTITION_EOF
 _FATAL: Final = frozenset({KafkaError.OFFSET_OUT_OF_RANGE, KafkaError.TOPIC_AUTHORIZATION_FAILED})
@@ -39,25 +42,28 @@ def _consumer(bootstrap_servers: str) -> Consumer:
     )
 
 
-def _headers(message: confluent_kafka.Message) -> dict[str, str]:
-    return {name: (value or b"").decode() for name, value in message.headers() or ()}
+def headers(message: confluent_kafka.Message) -> dict[str, str]:
+    """Return the headers of a message, whatever it is. To be called once for each message."""
+    (found,) = headers_of([message])
+    return {name: (value or b"").decode(errors="replace") for name, value in found}
 
 
 def to_message(message: confluent_kafka.Message, ids: EventIds) -> Message:
     """Return what is kept of a message."""
-    headers = _headers(message)
+    named = headers(message)
     topic, partition, offset, key = message.topic(), message.partition(), message.offset(), message.key()
     assert topic is not None
     assert partition is not None
     assert offset is not None
     return Message(
-        ids.event(headers.get("ce_id", "")),
+        ids.event(named.get(CE_ID, "")),
         topic,
         partition,
         offset,
-        (key or b"").decode(),
-        digest_of(message.value(), headers.get("content-type")),
-        headers.get(REPLAY),
+        (key or b"").decode(errors="replace"),
+        digest_of(message.value(), named.get("content-type")),
+        named.get(REPLAY),
+        named.get(STRANGER),
     )
 
 
@@ -80,8 +86,8 @@ def _partitions(topics: Topics, names: Sequence[str]) -> list[TopicPartition]:
     return [TopicPartition(name, part, 0) for name in names for part in parts[name]]
 
 
-def read_all(topics: Topics, names: Sequence[str], ids: EventIds) -> Iterator[Message]:
-    """Return every message that readers of what is committed find, each partition's in order.
+def read_all(topics: Topics, names: Sequence[str], take: Callable[[confluent_kafka.Message], T]) -> Iterator[T]:
+    """Return what ``take`` makes of every message that readers of what is committed find, each partition's in order.
 
     Raises AssertionError while a transaction is open, or when reading takes too long.
     """
@@ -101,7 +107,7 @@ def read_all(topics: Topics, names: Sequence[str], ids: EventIds) -> Iterator[Me
             error = message.error()
             if error is None:
                 idle = 0.0
-                yield to_message(message, ids)
+                yield take(message)
             elif error.code() == _EOF:
                 unread.discard((message.topic(), message.partition()))
             elif error.code() in _FATAL:
@@ -172,7 +178,7 @@ class LiveReader:
         assert topic is not None
         assert partition is not None
         assert offset is not None
-        event = self._ids.event(_headers(message).get("ce_id", ""))
+        event = self._ids.event(headers(message).get(CE_ID, ""))
         self.seen.add((topic, partition), offset, event)
         if event is not None:
             self._on_event(event)

@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import confluent_kafka
 import psycopg
 
 from chaos.audit import compare_with_audit
 from chaos.checker import EXACTLY_ONCE, RepeatBound, Verdict, check
 from chaos.course import KIND_NAMES, Course
 from chaos.faults import RelayHand, Relays, ServerHand, bound_of
-from chaos.history import Committed, EventIds, Group, History
+from chaos.history import Committed, EventIds, History, Message
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
-from chaos.reading import LiveReader, read_all
+from chaos.reading import LiveReader, read_all, to_message
 from chaos.recovery import RecoveryWatch
 from chaos.stage import KafkaSite, Stage
+from chaos.strangers import Strangers
 from chaos.workload import Pace, Workload
 from outbox.sandbox._process import patience
 from outbox.testing.fixtures import RelayFactory
@@ -95,6 +97,8 @@ class Result:
             "faults": self.faults,
             "operators": self.operators,
             "applied": self.verdict.applied,
+            "strangers": self.verdict.strangers,
+            "refused": self.verdict.refused,
             "repeats": self.verdict.repeats,
             "anomalies": dict(self.verdict.counts),
             "examples": self.verdict.examples,
@@ -145,7 +149,8 @@ class _Run:
         ):
             reader.follow(self.stage.first_topics)
             relays = Relays(factory, course, self.stage.settings, self.mutation)
-            members = self.opened.enter_context(Members(self.stage, self.folder, course.configuration.consumers))
+            members = self.opened.enter_context(Members(self.stage, self.folder, course, self.mutation))
+            strangers = self.opened.enter_context(Strangers(self.stage, course.seed))
             self.stage.await_standby()
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
@@ -162,13 +167,14 @@ class _Run:
                 other.stop()
                 consuming.stop()
             load.stop()
+            strangers.stop()
             self.stage.servers.heal()
             relays.end()
             operators.leave()
             result = Result(course, size=sum(load.committed_bytes))
             result.rolled_back, result.unknown = sum(load.rolled_back), sum(load.unknown)
             result.drain_seconds = self._drain(relays)
-            members.await_applied()
+            members.await_applied(reader)
             reader.stop()
         done = [*one.done, *other.done]
         result.faults = dict(sorted(Counter(fault.name for fault in [*done, *consuming.done]).items()))
@@ -215,24 +221,30 @@ class _Run:
         self, load: Workload, reader: LiveReader, operators: OperatorHand, members: Members, bound: RepeatBound
     ) -> Verdict:
         stage = self.stage
-        with psycopg.connect(self.stage.url) as connection:
+
+        def take(message: confluent_kafka.Message) -> Message:
+            return to_message(message, stage.ids)
+
+        with psycopg.connect(stage.url) as connection:
             known = audited(connection, stage.ids)
             history = History(
                 stage.final_kinds,
                 _committed(connection),
                 load.attempted,
-                read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], stage.ids),
+                read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], take),
                 dead=_events(connection, stage.ids, "SELECT event_id::text FROM outbox.dead_letters"),
                 waiting=_events(connection, stage.ids, "SELECT event_id::text FROM outbox.events"),
-                copies=read_all(stage.topics, stage.dead_letter_topics, stage.ids),
+                copies=read_all(stage.topics, stage.dead_letter_topics, take),
                 seen=reader.seen,
                 discarded=known.discarded,
                 retried=known.retried,
                 replays=known.replays,
                 once=operators.once,
-                groups=[Group("effects", members.topics, members.effects(connection, stage.ids))],
+                groups=members.groups(connection),
             )
-            return check(history, bound)
+            verdict = check(history, bound)
+            members.compare_with_provider(connection, verdict)
+            return verdict
 
     @staticmethod
     def _no_url() -> str:

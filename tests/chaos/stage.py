@@ -18,12 +18,13 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     NewPartitions,
     ResourceType,
 )
+from hostile_messages import TOPIC as ANY_TIME
 from kafka_proxy import KafkaProxy, ProxiedKafka
 from proxy import TcpProxy
 from standby import Standby, either, require_standby
 from wal_support import to_wal
 
-from chaos.course import KIND_NAMES, LATER, REFUSED_BYTES, SMALL, STRICT, Course
+from chaos.course import KIND_NAMES, LATER, MAX_SIZE, REFUSED_BYTES, SMALL, STRICT, Course
 from chaos.faults import Servers
 from chaos.history import EventIds, Kind, Place
 from chaos.reading import LiveReader
@@ -95,6 +96,7 @@ class Stage:
         self.ids = EventIds(secrets.token_hex(8))
         self.topics = opened.enter_context(Topics(site.cluster.bootstrap_servers))
         self.kinds = self._kinds()
+        self.results, self.refused = self.topics.name("results"), self.topics.name("refused")
         self._partitions = {number: [_PARTITIONS] for number in self.kinds}
         self._mended: set[int] = set()
         self.servers, self.url, relays_url = self._postgres()
@@ -111,8 +113,13 @@ class Stage:
 
     @property
     def first_topics(self) -> list[str]:
-        """The topics that are there from the beginning, without that of dead letters."""
+        """The topics of events that are there from the beginning."""
         return [kind.topic for number, kind in self.kinds.items() if number != LATER]
+
+    @property
+    def limited_topics(self) -> list[str]:
+        """The topics that take no large requests."""
+        return [self.kinds[number].topic for number in (SMALL, STRICT)]
 
     @property
     def dead_letter_topics(self) -> list[str]:
@@ -201,9 +208,12 @@ class Stage:
             if number != LATER:
                 self._create(number)
         self.topics.create_topic(self.kinds[SMALL].dead_letter_topic or "", 1)
+        self.topics.create_topic(self.results, _PARTITIONS)
+        self.topics.create_topic(self.refused, 1, {"max.message.bytes": str(2 * MAX_SIZE)})
 
     def _create(self, number: int) -> None:
-        config = {"max.message.bytes": str(REFUSED_BYTES)} if number in {SMALL, STRICT} else None
+        # Strangers write messages of any time.
+        config = ANY_TIME | ({"max.message.bytes": str(REFUSED_BYTES)} if number in {SMALL, STRICT} else {})
         self.topics.create_topic(self.kinds[number].topic, _PARTITIONS, config)
 
     def create_late(self, reader: LiveReader) -> None:

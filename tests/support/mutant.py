@@ -1,18 +1,23 @@
 """The relay with one guard of its protocol taken out: ``python mutant.py NAME relay run``. For test_mutations.py.
 
+Some are guards of other parts of the product. Members of ``make chaos`` that are no command call ``mutate``.
 Several names with a + between them are all applied. Each mutation is a mistake that an implementation of the same
 protocol could make. Patched at run time, so that the product has no switch for any of them.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from outbox._app import migrate
+from outbox.external.caller import Caller
+from outbox.transform._session import Session, _behind
 from relay.cli import main
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
@@ -133,6 +138,31 @@ def lanes_of_before() -> None:
     exec(source.replace(_COMPUTED, "sa.Computed(lane_expression(256)"), vars(migrate))
 
 
+def positions_first() -> None:
+    """A transformer commits its positions before the transaction of its records begins."""
+    real = Session._write
+
+    def write(self: Any) -> None:
+        self._consumer.commit(offsets=_behind(self._messages, self._metadata), asynchronous=False)
+        # As long as a transform may take.
+        time.sleep(0.2)
+        real(self)
+
+    Session._write = write  # type: ignore[method-assign]
+
+
+def key_of_each_attempt() -> None:
+    """A call that may have been done is made again with another key."""
+    real = Caller._ask_or_call
+
+    def ask_or_call(self: Any, claim: Any) -> Any:
+        other = copy.copy(self)
+        other._external = replace(self._external, key_suffix=f"-{claim.attempt}")
+        return real(other, claim)
+
+    Caller._ask_or_call = ask_or_call  # type: ignore[method-assign]
+
+
 def quick_marks() -> None:
     """No mutation: low-water marks rise at once, and stand in the lanes' rows soon, not only after seconds."""
     low_water_mark._LOOK_SECONDS = low_water_mark._SETTLE_SECONDS = reader._LOOK_SECONDS = 0.0  # type: ignore[misc]
@@ -149,10 +179,18 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "marker_of_all_claims": marker_of_all_claims,
     "freed_keys_overtake": freed_keys_overtake,
     "lanes_of_before": lanes_of_before,
+    "positions_first": positions_first,
+    "key_of_each_attempt": key_of_each_attempt,
     "quick_marks": quick_marks,
 }
 
-if __name__ == "__main__":
-    for name in sys.argv.pop(1).split("+"):
+
+def mutate(names: str) -> None:
+    """Apply mutations in this process: several with a + between them."""
+    for name in names.split("+"):
         MUTATIONS[name]()
+
+
+if __name__ == "__main__":
+    mutate(sys.argv.pop(1))
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from chaos.history import (
     Kind,
     Message,
     OnceSpan,
+    Place,
     Replay,
     Sightings,
     digest_of,
@@ -151,6 +153,37 @@ def test_each_message_has_an_effect_where_a_group_does_not_know_events():
     assert names(check(once, LENIENT)) == {"unapplied"}
     twice = history(sent, groups=[Group("results", ["orders"], [*effects, effects[-1]], per_message=True)])
     assert names(check(twice, LENIENT)) == {"applied_twice"}
+
+
+STRANGE = [
+    Message(None, "orders", 0, 20, "s", b"d", stranger="applied"),
+    Message(None, "orders", 0, 21, "s", b"d", stranger="dead"),
+    Message(None, "bills", 0, 22, "s", b"d", stranger="dead"),
+]
+DEAD = {(("orders", 0), 21): 1}
+
+
+def beside_strangers(places: Sequence[int], dead: Mapping[tuple[Place, int], int]) -> set[str]:
+    """Return what is wrong where a group has these effects of strangers, and these dead letters."""
+    sent = messages(*SENT)
+    effects = [Effect(each.event, ("orders", 0), each.offset) for each in sent if each.topic == "orders"]
+    effects += [Effect(None, ("orders", 0), offset) for offset in places]
+    verdict = check(history([*sent, *STRANGE], groups=[Group("g", ["orders"], effects, dead=dead)]), EXACTLY_ONCE)
+    assert (verdict.strangers, verdict.messages) == (3, 7)
+    return names(verdict)
+
+
+def test_the_messages_of_strangers_become_what_they_have_to():
+    assert beside_strangers([20], DEAD) == set()
+    assert beside_strangers([], DEAD) == {"unapplied"}
+    assert beside_strangers([20, 20], DEAD) == {"applied_twice"}
+    assert beside_strangers([20, 21], DEAD) == {"misapplied"}
+    # Aborted: there is no message.
+    assert beside_strangers([20, 23], DEAD) == {"misapplied"}
+    assert beside_strangers([20], {}) == {"dead_letters"}
+    assert beside_strangers([20], {(("orders", 0), 21): 2}) == {"dead_letters"}
+    assert beside_strangers([20], {**DEAD, (("orders", 0), 20): 1}) == {"dead_letters"}
+    assert beside_strangers([20], {**DEAD, (("orders", 0), 0): 1}) == {"dead_letters"}
 
 
 def test_only_the_effects_of_a_key_are_in_order_where_keys_are_what_a_group_orders_by():

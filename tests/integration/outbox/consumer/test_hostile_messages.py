@@ -124,7 +124,7 @@ def test_once(log, outbox_kafka):
 def test_from_topic_to_topic(log, outbox_kafka):
     target = outbox_kafka.create_topic(outbox_kafka.name("copies"), config=TOPIC)
     dead = outbox_kafka.create_topic(outbox_kafka.name("dead"))
-    kafka = {"bootstrap.servers": log.servers, "message.max.bytes": 1_040_000}
+    kafka = {"bootstrap.servers": log.servers}
 
     def copy(message: Any) -> list[Record]:
         return [Record(target, message.key(), message.value(), message.headers() or ())]
