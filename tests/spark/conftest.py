@@ -28,7 +28,7 @@ def spark() -> Iterator[Any]:
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
-        jars = ",".join(map(str, connector.fetch()))
+        jars = ",".join(map(str, [*connector.fetch(), *connector.fetch("delta")]))
         conf = {
             "spark.jars": jars,
             "spark.python.daemon.module": "warm_daemon",
