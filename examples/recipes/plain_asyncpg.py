@@ -38,9 +38,8 @@ async def place_order(pool: asyncpg.Pool[Any], article: str, quantity: int) -> i
         order_id: int = await connection.fetchval(
             "INSERT INTO orders (article, quantity) VALUES ($1, $2) RETURNING id", article, quantity
         )
-        await outbox.add(
-            connection, Event("Order", order_id, "OrderPlaced", {"article": article, "quantity": quantity})
-        )
+        event = Event("Order", order_id, "OrderPlaced", {"article": article, "quantity": quantity})
+        await outbox.add(connection, event)
         left = await connection.fetchval(
             "UPDATE articles SET stock = stock - $2 WHERE name = $1 AND stock >= $2 RETURNING stock", article, quantity
         )

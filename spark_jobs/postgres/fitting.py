@@ -78,7 +78,20 @@ def _refused(
             if half:
                 parts += [part.slice(half), part.slice(0, half)]
             else:
-                yield part, *reason
+                yield part, *_with_column(part, columns, *reason)
+
+
+def _with_column(row: pa.RecordBatch, columns: Iterable[str], why: str, state: str | None) -> tuple[str, str | None]:
+    """Return the reason with the column whose text Postgres can't store: of CSV, COPY converts a whole line."""
+    import pyarrow as pa
+
+    if state == psycopg.errors.CharacterNotInRepertoire.sqlstate and not why.startswith("column "):
+        for name in columns:
+            value = row.column(name)
+            text = value.cast(pa.binary())[0].as_py() if pa.types.is_string(value.type) else None
+            if text is not None and (b"\0" in text or text.decode("utf-8", "replace").encode() != text):
+                return f"column {name}: {why}", state
+    return why, state
 
 
 def _reason(error: Unfit | psycopg.Error) -> tuple[str, str | None]:

@@ -35,7 +35,7 @@ def spark() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
         changed.setenv("SPARK_CONF_DIR", str(SUPPORT / "spark_conf"))
-        jars = ",".join(map(str, connector.fetch()))
+        jars = ",".join(map(str, [*connector.fetch(), *connector.fetch("delta")]))
         conf = {
             "spark.jars": jars,
             "spark.python.daemon.module": "warm_daemon",

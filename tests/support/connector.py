@@ -1,4 +1,4 @@
-"""Spark's own Kafka source: what streams read from in tests, and what the consumer is measured against.
+"""Spark's own Kafka source: what streams read from in tests, and what the consumer is measured against; and Delta.
 
 ``python tests/support/connector.py`` writes connector.lock anew.
 """
@@ -14,6 +14,10 @@ from outbox.sandbox import jars
 from release.jars import Roots, resolve
 from spark_jobs.spark.installed import SUPPORTED
 
+_DELTA: Final = (
+    *("io.delta:delta-storage:4.4.0", "io.delta:delta-kernel-api:4.4.0", "io.delta:delta-kernel-defaults:4.4.0"),
+    *("io.delta:delta-kernel-unitycatalog:4.4.0", "io.unitycatalog:unitycatalog-client:0.6.0"),
+)
 LOCK: Final = Path(__file__).with_name("connector.lock")
 ROOTS: Final[Roots] = {
     # What pyspark's own jars lack, so without what these depend on; Kafka's client and the pool as in the connector's
@@ -37,19 +41,21 @@ ROOTS: Final[Roots] = {
             "org.apache.commons:commons-pool2:2.13.1",
         ),
     ),
+    "spark-4.1-delta": (False, ("io.delta:delta-spark_4.1_2.13:4.4.0", *_DELTA)),
+    "spark-4.2-delta": (False, ("io.delta:delta-spark_4.2_2.13:4.4.0", *_DELTA)),
 }
-assert [name.split("-")[1] for name in ROOTS] == list(SUPPORTED)
+assert list(ROOTS) == [f"spark-{minor}-{what}" for what in ("kafka", "delta") for minor in SUPPORTED]
 
 
-def fetch() -> list[Path]:
-    """Return the jars for the pyspark that is installed, fetched if need be."""
+def fetch(what: str = "kafka") -> list[Path]:
+    """Return the jars for the pyspark that is installed, fetched if need be. ``what``: or "delta"."""
     minor = ".".join(pyspark.__version__.split(".")[:2])
-    return jars.fetch(f"spark-{minor}-kafka", lock=LOCK)
+    return jars.fetch(f"spark-{minor}-{what}", lock=LOCK)
 
 
 if __name__ == "__main__":
     heading = (
-        "Spark's Kafka source, for streams and peers: Maven coordinates, SHA-256, size in bytes.",
+        "Spark's Kafka source, for streams and peers, and Delta: Maven coordinates, SHA-256, size in bytes.",
         "Written by: python tests/support/connector.py",
     )
     LOCK.write_text(resolve(ROOTS, heading))

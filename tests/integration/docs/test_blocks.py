@@ -17,7 +17,7 @@ ROLES = ("outbox_writer", "outbox_relay", "outbox_operator", "outbox_consumer")
 """Those that pages give rights to; whoever follows a page has them."""
 
 ELSEWHERE = {
-    "docs/guides/recipes.md",  # tests/acceptance/test_recipes*.py
+    "docs/guides/recipes.md",  # tests/*/test_recipes*.py
     "docs/operations/runbooks.md",  # tests/acceptance/runbooks
 }
 """Pages whose SQL other tests run."""

@@ -78,7 +78,7 @@ RECIPES = "docs/guides/recipes.md"
 EXCERPTS = {RECIPES: "examples/recipes", "docs/guides/django.md": "examples/recipes/django_shop"}
 """Pages whose Python and SQL are lines of files in a folder, each of the file that is linked last before the block.
 
-Tests run these files: tests/acceptance/test_recipes*.py.
+Tests run these files: test_recipes*.py in tests/acceptance and tests/spark.
 """
 
 ELSEWHERE = {"docs/operations/scheduling.md"}
@@ -208,7 +208,7 @@ def test_every_recipe_has_a_section_and_is_run():
     folder = ROOT / EXCERPTS[RECIPES]
     excerpted_from = {folder / file.relative_to(folder).parts[0] for file, _ in excerpted(RECIPES)}
     assert excerpted_from == set(recipes()), "each file or project has a section, and each section one of them"
-    tests = "".join(path.read_text() for path in (ROOT / "tests" / "acceptance").glob("test_recipes*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_recipes*.py"))
     assert [file.name for file in recipes() if file.stem not in tests] == []
 
 

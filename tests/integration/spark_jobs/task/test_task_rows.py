@@ -80,26 +80,38 @@ def test_ranges_that_can_not_be_applied_together_keep_the_session(
     assert sink.run("SELECT n FROM numbers ORDER BY n") == [(1,), (2,), (3,), (4,)]
 
 
-def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None:
+@pytest.mark.parametrize("digits", [18, 38])
+def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink, digits: int) -> None:
+    """Numbers of more than 18 digits are sent as CSV, of which COPY converts whole lines."""
     batch = pa.RecordBatch.from_pydict(
         {
             "message_topic": ["t"] * 3,
             "message_part": pa.array([0] * 3, pa.int32()),
             "message_offset": pa.array(range(3), pa.int64()),
+            "number": pa.array([1, 2, None], pa.decimal128(digits)),
+            "message_key": ["k", None, "k"],
             "message_note": pa.Array.from_buffers(
                 pa.string(), 3, pa.array([b"good", b"\xff\xfe", b"a\0b"], pa.binary()).buffers()
             ),
         }
     )
-    columns = {"message_note": "text", "message_offset": "bigint"}
+    columns = {
+        "number": f"numeric({digits})",
+        "message_key": "text",
+        "message_note": "text",
+        "message_offset": "bigint",
+    }
     found: list[RejectedRecord] = []
     with psycopg.connect(sink.url) as connection:
         cursor = connection.cursor()
-        cursor.execute("CREATE TEMPORARY TABLE noted (message_note text, message_offset bigint)")
+        cursor.execute(
+            "CREATE TEMPORARY TABLE noted (number numeric, message_key text, message_note text, message_offset bigint)"
+        )
         copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], found, max_dead=2)
         assert cursor.execute("SELECT message_offset FROM noted").fetchall() == []
         assert sorted(record.place[2] for record in found) == [1, 2]
-        assert all(record.error.startswith("column message_note: ") for record in found)
+        assert all(record.error.startswith("column message_note: ") for record in found), found
+        assert {record.sqlstate for record in found} == {"22021"}
         # Where they are more than may be put aside, one more is enough.
         with pytest.raises(RejectedRecords, match=r"^1 messages can't be applied"):
             copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], [], max_dead=0)
