@@ -13,6 +13,7 @@ import sys
 import threading
 
 import pytest
+from bench import SPARK_CONF
 from docs_support import ROOT
 from support import wait_until
 
@@ -39,7 +40,7 @@ def test_the_demo_survives_its_own_kills_and_goes_on_until_ctrl_c(environment):
 
     demo = subprocess.Popen(
         [sys.executable, "-m", "examples.demo", "--events", "2000"],
-        env=environment | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"},
+        env=environment | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50", "SPARK_CONF_DIR": str(SPARK_CONF)},
         cwd=ROOT,
         preexec_fn=functools.partial(os.login_tty, theirs),
     )

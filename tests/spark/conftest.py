@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import connector
 import pytest
-from bench import Bench, Consumer, Driver
+from bench import SPARK_CONF, Bench, Consumer, Driver
 
 from spark_jobs.driver.runner import Runner
-
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(autouse=True)
 def _plain_spark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the processes of these tests have the session's settings too. Those of tests/acceptance have Spark's own."""
-    monkeypatch.setenv("SPARK_CONF_DIR", str(SUPPORT / "spark_conf"))
+    monkeypatch.setenv("SPARK_CONF_DIR", str(SPARK_CONF))
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +30,8 @@ def spark() -> Iterator[Any]:
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", str(SUPPORT), prepend=os.pathsep)
-        changed.setenv("SPARK_CONF_DIR", str(SUPPORT / "spark_conf"))
+        changed.setenv("PYTHONPATH", str(SPARK_CONF.parent), prepend=os.pathsep)
+        changed.setenv("SPARK_CONF_DIR", str(SPARK_CONF))
         jars = ",".join(map(str, [*connector.fetch(), *connector.fetch("delta")]))
         conf = {
             "spark.jars": jars,
@@ -44,6 +41,21 @@ def spark() -> Iterator[Any]:
         started = session.start("tests", conf=conf)
     yield started
     started.stop()
+
+
+BATCH = "spark.sql.execution.arrow.maxRecordsPerBatch"
+
+
+@pytest.fixture
+def small_batches(spark, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let Spark hand over 1,000 rows at once, and not 10,000. Tasks that read Kafka themselves go on as they do."""
+    from spark_jobs.spark import session
+
+    monkeypatch.setitem(session.REQUIRED_CONF, BATCH, "1000")  # type: ignore[arg-type]
+    before = spark.conf.get(BATCH)
+    spark.conf.set(BATCH, "1000")
+    yield
+    spark.conf.set(BATCH, before)
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from spark_jobs.driver.rounds import Rounds
 from spark_jobs.job import ConsumerJob
 from spark_jobs.task.reader import ReaderSettings
 
-# More than Spark hands over at once, which are 10,000. This sink looks for the bad one row by row.
-MESSAGES = 11_000
-BAD = 10_500
+# More than Spark hands over at once. This sink looks for the bad one row by row.
+MESSAGES = 1_100
+BAD = 1_050
 
 
-def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, tmp_path):
+def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, small_batches, tmp_path):
     path = str(tmp_path / "sink")
     with contextlib.closing(open_file(path)) as connection:
         connection.executescript(TABLES + f"CREATE TABLE numbers (n INT CHECK (n <> {BAD}), place INT, part INT)")

@@ -14,8 +14,8 @@ from spark_jobs.task import partition as task
 
 pytestmark = pytest.mark.spark
 
-MESSAGES = 12_000
-BAD = 6_000
+MESSAGES = 1_200
+BAD = 600
 
 
 def with_nobody(rows):
@@ -29,7 +29,7 @@ def nothing(rows):
 
 
 @pytest.mark.parametrize(("atomic", "transform"), [("partition", nothing), ("batch", with_nobody)])
-def test_what_does_not_decode_is_a_dead_letter_all_the_same(bench, atomic, transform):
+def test_what_does_not_decode_is_a_dead_letter_all_the_same(bench, small_batches, atomic, transform):
     numbers = range(MESSAGES)
     bench.produce((b"{" if n == BAD else order("a", n), "a", part) for part in range(2) for n in numbers)
     job = replace(bench.job, atomic=atomic, transform=transform, max_dead=10)

@@ -109,9 +109,9 @@ SCHEMA = (
     "lines array<struct<sku: string, cents: bigint, at: timestamp>>, rates map<string, double>"
 )
 SETUP = "CREATE TABLE IF NOT EXISTS orders (id text, customer jsonb, lines jsonb, rates jsonb)"
-# More than an Arrow batch, which is 10,000 rows, with something bad in each.
-EACH = 12_000
-BAD, NUL, LONG = 3_000, 10_500, 11_000
+# More than Spark hands over at once, with something bad in each batch.
+EACH = 1_200
+BAD, NUL, LONG = 300, 1_050, 1_100
 
 
 def order(number: int) -> bytes:
@@ -131,8 +131,8 @@ def order(number: int) -> bytes:
     return json.dumps(made).encode()
 
 
-def test_a_job_with_nested_fields_has_the_same_rows_whoever_writes_them(bench):
-    """12,000 messages in a partition, with a bad one, one that Postgres can't store and one of 700 KB among them."""
+def test_a_job_with_nested_fields_has_the_same_rows_whoever_writes_them(bench, small_batches):
+    """1,200 messages in a partition, with a bad one, one that Postgres can't store and one of 700 KB among them."""
     bench.produce((order(number), str(number), 0) for number in range(EACH))
     straight = ConsumerJob("straight", (bench.topic,), Insert("orders"), schema=SCHEMA, setup=SETUP)
     assert spark_rows.task_decoder(straight).columns is not None

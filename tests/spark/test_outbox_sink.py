@@ -60,20 +60,20 @@ def test_a_task_that_dies_before_and_after_its_copy(stream: SinkStream):
     assert stream.left() == []
 
 
-def test_rows_of_an_upstream_that_fails_in_the_middle(stream: SinkStream):
+def test_rows_of_an_upstream_that_fails_in_the_middle(stream: SinkStream, small_batches):
     """The writer's input ends as if all was well, and its COPY is committed; the task fails, and none of it is read."""
 
     @F.udf("long")
     def once(n):
         from pyspark import TaskContext
 
-        if n == 25_000 and TaskContext.get().attemptNumber() == 0:
+        if n == 2_500 and TaskContext.get().attemptNumber() == 0:
             raise ValueError("in the middle")
         return n
 
-    stream.add(30_001)
+    stream.add(3_001)
     stream.run(stream.rows().withColumn("n", once("n")), job="plain")
-    assert stream.seen() == list(range(30_001))
+    assert stream.seen() == list(range(3_001))
     assert stream.left() == []
 
 

@@ -19,18 +19,18 @@ from spark_jobs.spark.errors import understood
 
 pytestmark = pytest.mark.spark
 
-# More than Spark sends a worker at once, which are 10,000; the fault where most halves pass, as each that fails costs
-# four workers. The search itself, in 25,000 messages: tests/unit/spark_jobs/driver/test_poison_search.py.
-MESSAGES = 12_000
-FAULT = 10_498
-OTHERS = 3_000
+# The fault where most halves pass, as each that fails costs four workers. The search itself, in 25,000 messages:
+# tests/unit/spark_jobs/driver/test_poison_search.py.
+MESSAGES = 750
+FAULT = 654
+OTHERS = 190
 SETUP = "CREATE TABLE IF NOT EXISTS seen (part int, n int)"
 PLAIN = "INSERT INTO seen SELECT message_part, n FROM batch"
 
 
 @pytest.fixture(scope="module")
 def topic(outbox_kafka_cluster) -> Iterator[str]:
-    """Two partitions: 12,000 messages in the first one, 3,000 in the second. Each says which it is."""
+    """Two partitions: 750 messages in the first one, 190 in the second. Each says which it is."""
     with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
         name = made.create_topic(made.name("poison"), 2)
         for part, count in enumerate((MESSAGES, OTHERS)):
@@ -66,17 +66,17 @@ def applied(bench: Bench, *, without: int = 0) -> None:
 
 
 def test_a_message_that_ends_the_worker_is_named(bench, topic):
-    """12,000 messages, one of which ends every worker: the job says which, and what to do."""
+    """750 messages, one of which ends every worker: the job says which, and what to do."""
     made = job(topic, ends_the_worker)
     with pytest.raises(
         BadMessage, match=f"{topic}-0 offset {FAULT} can't be applied: by itself it failed 3 times"
     ) as bad:
-        bench.once(made, verdict_seconds=1.0, max_backoff_seconds=0.2)
+        bench.once(made, driver_records=0, verdict_seconds=1.0, max_backoff_seconds=0.2)
     assert "Python worker exited unexpectedly" in str(bad.value)
     assert f"outbox offsets set poison {topic} 0 {FAULT + 1} --skip" in str(bad.value)
     applied(bench)
     bench.run(f"UPDATE consumer.offsets SET next_offset = {FAULT + 1} WHERE part = 0")
-    bench.once(made)
+    bench.once(made, driver_records=0)
     applied(bench, without=1)
 
 
@@ -88,7 +88,7 @@ def test_an_error_that_passes_is_waited_for_and_not_blamed_on_a_message(bench, d
         bench.limit("lock_timeout", "20ms")
         driver = drive(bench.runner(job(topic), driver_records=0, max_backoff_seconds=0.2))
         # More than it takes to come down to single messages.
-        wait_until(lambda: len(waits(bench)) > 25, 120, "many failures")
+        wait_until(lambda: len(waits(bench)) > 20, 120, "many failures")
         holder.rollback()
     wait_until(lambda: bench.positions() == {0: MESSAGES, 1: OTHERS}, 120, "all to be applied")
     driver.stop()
@@ -98,8 +98,8 @@ def test_an_error_that_passes_is_waited_for_and_not_blamed_on_a_message(bench, d
 
 
 def test_a_statement_limit_that_a_whole_range_exceeds_is_kept_by_parts_of_it(bench, topic):
-    """The effect takes its time for each message; the server's limit is enough for few thousands at once."""
-    slow = f"{PLAIN}; SELECT pg_sleep(count(*) / 10000.0) FROM batch"
+    """The effect takes its time for each message; the server's limit is enough for a few hundred at once."""
+    slow = f"{PLAIN}; SELECT pg_sleep(count(*) / 625.0) FROM batch"
     bench.limit("statement_timeout", "1s")
     bench.once(job(topic, slow), driver_records=0, max_backoff_seconds=0.2)
     assert waits(bench)
@@ -133,7 +133,7 @@ def test_a_dead_letter_that_ends_the_worker_keeps_nothing_waiting(bench, topic):
     """Tried again it fails by itself, and the others are applied."""
     refused = f"{PLAIN}; INSERT INTO refusals SELECT n FROM batch WHERE n BETWEEN 100 AND 109 AND message_part = 1"
     bench.run(f"{SETUP}; CREATE TABLE refusals (n int CHECK (n < 0))")
-    bench.once(job(topic, refused))
+    bench.once(job(topic, refused), driver_records=0)
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters") == [(10,)]
     bench.run("UPDATE consumer.dead_letters SET state = 'retry'")
 
@@ -142,7 +142,7 @@ def test_a_dead_letter_that_ends_the_worker_keeps_nothing_waiting(bench, topic):
             os._exit(3)
         cursor.executemany("INSERT INTO seen VALUES (1, %s)", [(n,) for n in table["n"].to_pylist()])
 
-    totals = bench.once(job(topic, ending))
+    totals = bench.once(job(topic, ending), driver_records=0)
     assert totals.applied == 9
     ((n, state, error),) = bench.rows("SELECT message_offset, state, error FROM consumer.dead_letters")
     assert (n, state) == (105, "dead")

@@ -186,7 +186,7 @@ WAYS = {
         ("forgotten", ["task"]),
     ],
 )
-def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch, wrong, ways):
+def test_very_many_bad_messages_are_counted_and_not_collected(bench, small_batches, monkeypatch, wrong, ways):
     """More than Spark sends at once: what a task reports, and what the driver holds, is bounded by ``max_dead``."""
     told, checked = [], []
     read_report, check_number = rounds.rejected_from, rounds.Rounds._check_number
@@ -207,7 +207,7 @@ def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch
 
     value = {"undecodable": b'{"order_id": "' + b"x" * 500, "not for Postgres": NUL.encode()}
     sent = []
-    for number in range(11_000):
+    for number in range(1_100):
         event_id = f"01900000-0000-7000-8000-{number:012x}" if wrong == "forgotten" else None
         data = value.get(wrong, order("a", number))
         sent.append((data, "a", 0, [] if wrong == "no id" else ided(event_id)))

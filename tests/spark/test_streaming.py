@@ -149,9 +149,9 @@ def test_a_sink_that_was_put_back_is_refused(stream):
     assert stream.seen() == list(range(9))
 
 
-def test_many_rows_in_a_batch_in_their_order(stream):
+def test_many_rows_in_a_batch_in_their_order(stream, small_batches):
     """The order is the stream's own: of each key the last row counts, which nothing else says."""
-    stream.add(25_001)
+    stream.add(2_501)
     stream.add(1)
     setup = SEEN + "; CREATE TABLE IF NOT EXISTS told (at bigint GENERATED ALWAYS AS IDENTITY, n bigint, kind text)"
 
@@ -163,9 +163,9 @@ def test_many_rows_in_a_batch_in_their_order(stream):
 
     rows = stream.rows().withColumn("at", F.timestamp_seconds("n"))
     stream.run(stream.function(ConsumerJob("many", effect=effect, setup=setup)), rows)
-    assert stream.seen() == list(range(25_002))
+    assert stream.seen() == list(range(2_502))
     assert stream.sink("SELECT n, kind FROM told ORDER BY at") == [
-        (25_001, "timestamp[us, tz=UTC]"),
+        (2_501, "timestamp[us, tz=UTC]"),
         (1, "timestamp[us, tz=UTC]"),
     ]
 
@@ -279,11 +279,11 @@ def test_outside_of_a_query_there_is_no_batch(stream):
         stream.function()(stream.spark.range(3).withColumnRenamed("id", "n"), 0)
 
 
-def test_sparks_own_kafka_source_with_repeats(bench, tmp_path):
+def test_sparks_own_kafka_source_with_repeats(bench, small_batches, tmp_path):
     """Batches of many messages, some sent twice; of each key the latest message counts, as the columns say."""
-    count, most = 52_000, 26_000
+    count, most = 5_200, 2_600
     messages = [({"n": n}, f"k{n % 10}", n % 2, ided()) for n in range(count)]
-    repeated = messages[::1000]
+    repeated = messages[::100]
     bench.produce([*messages, *repeated])
     read = bench.spark.readStream.format("kafka").options(
         **{

@@ -32,6 +32,8 @@ from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 
 ROOT: Final = Path(__file__).parents[2]
+SPARK_CONF: Final = Path(__file__).with_name("spark_conf")
+"""What processes get as SPARK_CONF_DIR that need no Spark as users have it, to take less processor time."""
 
 
 def expected(names: Iterable[str], seqs: int) -> dict[str, tuple[Any, ...]]:
