@@ -116,7 +116,7 @@ class Verdict:
     blocked: int = 0
     """Events that wait behind a dead letter of their key, as their route wants it."""
     applied: dict[str, int] = field(default_factory=dict)
-    """How many effects each group has."""
+    """How many effects of events each group has."""
     strangers: int = 0
     """Messages of other programs in the topics."""
     refused: dict[str, int] = field(default_factory=dict)
@@ -284,6 +284,7 @@ class _Checker:
     def _compare_group(self, group: Group) -> None:
         last: dict[tuple[object, ...], int] = {}
         applied: set[object] = set()
+        strangers = 0
         for event, place, offset in group.effects:
             shown = f"{group.name}: {place[0]}/{place[1]}@{offset}: event {event}"
             row = None if event is None else self._rows.get(event)
@@ -294,13 +295,14 @@ class _Checker:
             item = (place, offset) if group.per_message or row is None else event
             if item in applied:
                 self.verdict.found("applied_twice", shown)
+            strangers += strange and item not in applied
             # Keys are not kept of strangers.
             line = (*place, row and row.key) if group.by_key else place
             if offset < last.get(line, 0) and not (strange and group.by_key):
                 self.verdict.found("applied_late", f"{shown} after offset {last[line]}")
             applied.add(item)
             last[line] = offset
-        self.verdict.applied[group.name] = len(applied)
+        self.verdict.applied[group.name] = len(applied) - strangers
         self._look_for_unapplied(group, applied)
         if group.dead is not None:
             self._compare_dead(group, group.dead)

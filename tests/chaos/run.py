@@ -150,7 +150,7 @@ class _Run:
             reader.follow(self.stage.first_topics)
             relays = Relays(factory, course, self.stage.settings, self.mutation)
             members = self.opened.enter_context(Members(self.stage, self.folder, course, self.mutation))
-            strangers = self.opened.enter_context(Strangers(self.stage, course.seed))
+            strangers = self.opened.enter_context(Strangers(self.stage, course))
             self.stage.await_standby()
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)

@@ -18,7 +18,7 @@ from confluent_kafka import KafkaException, Producer
 from hostile_messages import MESSAGES, HostileMessage
 from raw_kafka import produce
 
-from chaos.course import REFUSED_BYTES
+from chaos.course import REFUSED_BYTES, Course
 from chaos.history import STRANGER
 from chaos.stage import Stage
 from outbox.sandbox._process import patience
@@ -33,14 +33,18 @@ _MOST: Final = 3
 
 
 class Strangers:
-    """Writes until ``stop``, in two threads; the messages and their order are those of the seed."""
+    """Writes until ``stop``, in two threads; the messages and their order are those of the course's seed.
 
-    def __init__(self, stage: Stage, seed: int) -> None:
+    The job of Spark reads no values and is strict, so it gets none that would be dead letters.
+    """
+
+    def __init__(self, stage: Stage, course: Course) -> None:
+        self._all = course.configuration.consumers != "spark"
         self._topics = stage.topics
         self._small = stage.limited_topics
         self._names = stage.first_topics
         self._transactional_id = stage.topics.name("stranger")
-        self._seed = seed
+        self._seed = course.seed
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._threads = [
@@ -125,7 +129,11 @@ class Strangers:
         while not self._stop.wait(chance.uniform(*_PAUSE)):
             topic = chance.choice(self._names)
             drawn = [_marked(chance, each) for each in chance.choices(MESSAGES, k=chance.randint(1, _MOST))]
-            yield topic, [each for each in drawn if topic not in self._small or len(each.value or b"") < REFUSED_BYTES]
+            yield topic, [each for each in drawn if self._is_for(topic, each)]
+
+    def _is_for(self, topic: str, message: HostileMessage) -> bool:
+        small = len(message.value or b"") < REFUSED_BYTES
+        return (small or topic not in self._small) and (self._all or message.headers[STRANGER.encode()] == b"applied")
 
 
 def _marked(chance: random.Random, message: HostileMessage) -> HostileMessage:
