@@ -1,5 +1,5 @@
 ------------------------------ MODULE protocol ------------------------------
-(* The relay's protocol, polling: which relay may publish and settle a lane, and what readers of Kafka see.        *)
+(* The relay's protocol: which relay may publish and settle a lane, and what readers of Kafka see. Polling, and WAL. *)
 (* protocol.md says what is checked and what is not. Names are the code's; each action names the code that it      *)
 (* abstracts. A relay that sleeps is one whose next step comes late: no action stands for it.                      *)
 EXTENDS lanes
@@ -84,7 +84,7 @@ Kafka_fails(r, l) ==
        /\ \E n \in {0, arrived}, stray \in Strays(l, h.wire) :
             LET acknowledged == IF Delivery = "at-most-once" THEN <<>> ELSE SubSeq(h.batch, 1, n)
             IN /\ relay' = [relay EXCEPT ![r].lanes[l] =
-                    [h EXCEPT !.sent = FALSE, !.batch = <<>>, !.wire = <<>>, !.pending = @ \o acknowledged]]
+                    [h EXCEPT !.sent = FALSE, !.batch = <<>>, !.wire = <<>>, !.at = 0, !.pending = @ \o acknowledged]]
                /\ kafka' = [kafka EXCEPT !.stray = stray]
                /\ repeats' = Repeated(r, l, Range(h.batch) \ Range(acknowledged))
        /\ UNCHANGED pg
@@ -284,13 +284,15 @@ Refuse(r, l) ==
        /\ kafka' = IF sent /\ Id(r) \in kafka.valid THEN End(Id(r)) ELSE kafka
        /\ repeats' = IF Ours(r, l) THEN repeats ELSE Repeated(r, l, InFlight(h))
 
+Reread(h) == [h EXCEPT !.batch = <<>>, !.at = 0]
+
 \* core/loop.py, _close: after a failure, or a slow commit, all is made anew. What is open is aborted, perhaps later.
 Close(r) ==
     /\ relay[r].phase # "init"
     /\ Fault("close")
     /\ relay' = [relay EXCEPT ![r] =
          IF Transactional THEN Again(@)
-         ELSE [@ EXCEPT !.lanes = [l \in Lanes |-> IF @[l].sent THEN @[l] ELSE [@[l] EXCEPT !.batch = <<>>]]]]
+         ELSE [@ EXCEPT !.lanes = [l \in Lanes |-> IF @[l].sent THEN @[l] ELSE Reread(@[l])]]]
     /\ kafka' \in {kafka} \cup (IF Id(r) \in kafka.valid /\ Id(r) \notin kafka.prepared THEN {End(Id(r))} ELSE {})
     /\ UNCHANGED <<pg, repeats>>
 
@@ -313,7 +315,7 @@ Postgres_restarts ==
     /\ pg' = [pg EXCEPT !.history = pg.durable, !.rows = @ \cap pg.durable, !.open = {}]
     /\ relay' = [r \in Relays |->
         IF Transactional THEN (IF Turn(r) # {} /\ ~relay[r].confirmed THEN Again(relay[r]) ELSE relay[r])
-        ELSE [relay[r] EXCEPT !.lanes = [l \in Lanes |-> IF @[l].sent THEN @[l] ELSE [@[l] EXCEPT !.batch = <<>>]]]]
+        ELSE [relay[r] EXCEPT !.lanes = [l \in Lanes |-> IF @[l].sent THEN @[l] ELSE Reread(@[l])]]]
     /\ UNCHANGED <<kafka, repeats>>
 
 -----------------------------------------------------------------------------
@@ -323,12 +325,12 @@ Step(r) ==
     \/ Init_id(r) \/ Replace_id(r) \/ Produce(r) \/ Confirm(r)
     \/ \E answer \in {"ok", "lost", "delayed"} : End_transaction(r, answer)
     \/ \E l \in Lanes : \/ Acquire(r, l) \/ Fence(r, l) \/ Read_marker(r, l) \/ Adopt(r, l)
-                        \/ Look(r, l) \/ Read(r, l) \/ RaiseMark(r, l)
+                        \/ Look(r, l) \/ Read(r, l) \/ RaiseMark(r, l) \/ Read_stream(r, l) \/ Feedback(r, l)
                         \/ Send(r, l) \/ Arrive(r, l) \/ Acknowledge(r, l) \/ Give_up(r, l) \/ Settle(r, l)
                         \/ Refuse(r, l)
 
 Surroundings ==
-    \/ Draw \/ \E e \in Events : Commit(e) \/ Operator(e)
+    \/ Draw \/ \E e \in Events : Commit(e) \/ Appear(e) \/ Operator(e)
     \/ \E l \in Lanes : Expire(l)
     \/ \E s \in kafka.stray : Arrive_late(s)
     \/ \E id \in AllIds \ {NoId} : End_late(id) \/ Write_control_records(id)

@@ -9,7 +9,8 @@ CONSTANTS
     Lanes,          \* {1}, or {1, 2}: keys "a" and "c" are in lane 1, the others in lane 2
     BatchSize,      \* the most events of a lane that are in flight
     Producers,      \* exactly-once: transactional producers of a relay, which take turns
-    Kinds,          \* the faults that may happen; "marks": low-water marks rise; "release": lanes are handed over
+    Kinds,          \* the faults that may happen; "marks": low-water marks rise; "release": lanes are handed over;
+                    \* "wal": the source is the WAL (one lane, nothing is refused)
     Faults,         \* how many of them
     Refusals,       \* how often Kafka refuses an event
     Wrong           \* "nothing", or the mistake that the relays make
@@ -31,6 +32,7 @@ vars == <<pg, relay, kafka, left, repeats>>
 
 Events == 1..Len(Keys)
 Transactional == Delivery = "exactly-once"
+Wal == "wal" \in Kinds
 LaneOf(e) == IF Lanes = {1} \/ Keys[e] \in {"a", "c"} THEN 1 ELSE 2
 NoId == <<>>
 NoUndo == <<>>
@@ -44,10 +46,11 @@ InFlight(h) == Range(h.pending) \cup (IF h.sent THEN Range(h.batch) ELSE {})
 
 (* What a relay knows of a lane (core/lane.py; settle/settlement.py; polling/lane.py). stage: out -> acquired ->   *)
 (* fenced -> read -> held. batch: read, and perhaps sent; pending: published, not settled; wire: sent and not yet   *)
-(* in the topic; expected: last_batch as this relay wrote it; mark and known: the low-water mark, and the failures. *)
+(* in the topic; expected: last_batch as this relay wrote it; mark and known: the low-water mark, and the failures; *)
+(* at: up to which commit the stream was read, 0 when it begins again at the slot's position.                       *)
 NoMarker == [batch |-> 0, events |-> <<>>]
 Out == [stage |-> "out", epoch |-> 0, former |-> NoId, fenced |-> 0, marker |-> NoMarker, expected |-> 0,
-        batch |-> <<>>, pending |-> <<>>, sent |-> FALSE, wire |-> <<>>, mark |-> 0, known |-> {}]
+        batch |-> <<>>, pending |-> <<>>, sent |-> FALSE, wire |-> <<>>, mark |-> 0, known |-> {}, at |-> 0]
 
 \* which: the producer of the next turn; refused: those that have to be replaced; confirmed: this turn may be committed.
 Worker == [process |-> 1, phase |-> IF Transactional THEN "init" ELSE "idle", which |-> 0, refused |-> {},
@@ -55,7 +58,7 @@ Worker == [process |-> 1, phase |-> IF Transactional THEN "init" ELSE "idle", wh
 
 Init ==
     /\ pg = [drawn |-> 0, open |-> {}, history |-> {}, durable |-> {}, rows |-> {},
-             failures |-> [e \in Events |-> "no"], discarded |-> {}, undo |-> NoUndo,
+             failures |-> [e \in Events |-> "no"], discarded |-> {}, undo |-> NoUndo, wal |-> <<>>, slot |-> 0,
              lanes |-> [l \in Lanes |-> [epoch |-> 0, owner |-> None, leased |-> FALSE, batch |-> 0, names |-> NoId]]]
     /\ relay = [r \in Relays |-> Worker]
     /\ kafka = [topic |-> [l \in Lanes |-> <<>>],
@@ -113,18 +116,27 @@ Without_pending(h) ==
 -----------------------------------------------------------------------------
 (* Writers and operators *)
 
+\* A commit is in the WAL before others see it, and its locks go.
+Unseen == Range(pg.wal) \ pg.history
+
 \* outbox/writer.py, add: the INSERT draws an id. Writers of a key exclude each other.
 Draw ==
     /\ pg.drawn < Len(Keys)
-    /\ \A e \in pg.open : Keys[e] # Keys[pg.drawn + 1]
+    /\ \A e \in pg.open \cup Unseen : Keys[e] # Keys[pg.drawn + 1]
     /\ pg' = [pg EXCEPT !.drawn = @ + 1, !.open = @ \cup {pg.drawn + 1}]
     /\ UNCHANGED <<relay, kafka, left, repeats>>
 
 \* The service commits, perhaps long after later ids. With synchronous_commit = off the row is visible, not durable.
 Commit(e) ==
     /\ e \in pg.open
-    /\ pg' = [pg EXCEPT !.open = @ \ {e}, !.history = @ \cup {e}, !.rows = @ \cup {e}, !.undo = NoUndo,
+    /\ pg' = IF Wal THEN [pg EXCEPT !.open = @ \ {e}, !.wal = Append(@, e)] ELSE
+           [pg EXCEPT !.open = @ \ {e}, !.history = @ \cup {e}, !.rows = @ \cup {e}, !.undo = NoUndo,
                         !.durable = IF "postgres" \in Kinds THEN @ ELSE @ \cup {e}]
+    /\ UNCHANGED <<relay, kafka, left, repeats>>
+
+Appear(e) ==
+    /\ e \in Unseen
+    /\ pg' = [pg EXCEPT !.history = @ \cup {e}, !.rows = @ \cup {e}, !.durable = @ \cup {e}]
     /\ UNCHANGED <<relay, kafka, left, repeats>>
 
 \* operations/dead_letters.py: `dead-letters discard` and `dead-letters retry`.
@@ -202,6 +214,11 @@ Look(r, l) ==
        /\ relay' = [relay EXCEPT ![r].lanes[l] = Looked(h, l)]
        /\ UNCHANGED <<pg, kafka, left, repeats>>
 
+May_read(r, l) ==
+    LET h == relay[r].lanes[l]
+    IN /\ relay[r].phase = "idle" /\ ~relay[r].confirmed /\ relay[r].which \notin relay[r].refused
+       /\ h.stage = "held" /\ h.batch = <<>> /\ h.wire = <<>>
+
 \* polling/reader.py, read and _freed: the lowest rows above the mark whose key does not wait, or one that is due. A row
 \* that should wait for a failure, as far as is known, is taken back: the failure is gone.
 Read(r, l) ==
@@ -210,14 +227,35 @@ Read(r, l) ==
         due == {e \in mine : pg.failures[e] = "due" /\ ~Waits(Failing(l), e)}
         others == {e \in mine : /\ e > h.mark
                                 /\ h.known # {} => e \notin Failing(l) /\ ~Waits(Failing(l), e)}
-    IN /\ relay[r].phase = "idle" /\ ~relay[r].confirmed /\ relay[r].which \notin relay[r].refused
-       /\ h.stage = "held" /\ h.batch = <<>> /\ h.wire = <<>>
+    IN /\ ~Wal /\ May_read(r, l)
        /\ \E found \in {<<e>> : e \in due} \cup (IF others = {} THEN {} ELSE {First(others, BatchSize)}) :
             relay' = [relay EXCEPT ![r].lanes[l] =
                 IF Wrong # "freed_key_overtakes" /\ \E e \in Range(found) : Waits(h.known, e)
                 THEN Looked(h, l)
                 ELSE [h EXCEPT !.batch = found]]
        /\ UNCHANGED <<pg, kafka, left, repeats>>
+
+\* wal/from_stream.py, _filled: the next commits, up to one that is not visible yet. One without its row is done.
+Read_stream(r, l) ==
+    LET h == relay[r].lanes[l]
+        from == IF h.at > pg.slot THEN h.at ELSE pg.slot
+        ends == {n \in (from + 1)..Lower(from + BatchSize, Len(pg.wal)) :
+                    Wrong = "skips_unseen" \/ \A i \in (from + 1)..n : pg.wal[i] \notin Unseen}
+        end == CHOOSE n \in ends : \A m \in ends : m <= n
+    IN /\ Wal /\ May_read(r, l) /\ ends # {}
+       /\ relay' = [relay EXCEPT ![r].lanes[l] =
+            [h EXCEPT !.at = end,
+                      !.batch = SelectSeq(SubSeq(pg.wal, from + 1, end), LAMBDA e : e \in pg.rows \ Range(h.pending))]]
+       /\ UNCHANGED <<pg, kafka, left, repeats>>
+
+\* wal/session.py, _report: the slot is advanced up to where all is settled. An old reader may still do it.
+Feedback(r, l) ==
+    LET h == relay[r].lanes[l]
+        open == IF Wrong = "confirms_unsettled" THEN {} ELSE Range(h.batch) \cup Range(h.pending)
+        ends == {n \in (pg.slot + 1)..h.at : \A i \in (pg.slot + 1)..n : pg.wal[i] \notin open}
+    IN /\ ends # {}
+       /\ pg' = [pg EXCEPT !.slot = CHOOSE n \in ends : \A m \in ends : m <= n]
+       /\ UNCHANGED <<relay, kafka, left, repeats>>
 
 \* polling/low_water_mark.py: no open transaction has a lower id, and nothing up to there can be published.
 RaiseMark(r, l) ==
