@@ -91,7 +91,8 @@ class Produce:
     where           SQL condition over the rows.
     part            SQL expression that distinguishes the events of one message, such as a line number. Two rows of a
                     message with the same part, or without one, are an error.
-    headers         SQL expression that returns a jsonb object with text values, or NULL.
+    headers         SQL expression that returns a jsonb object with text values, or NULL. ``ce_subject`` is the event's
+                    subject.
     traced          continue the message's trace: the rows have the columns of ``Traced``.
     schema          of the outbox, in the sink's database.
 

@@ -130,6 +130,7 @@ def test_events_stand_in_the_order_of_offsets_and_not_of_rows(sink):
         ({"tenant": "x"}, TRACE, None, {"tenant": "x", "traceparent": TRACE}),
         ({"tenant": "x"}, None, None, {"tenant": "x"}),
         ({"traceparent": OTHER}, TRACE, "a=b", {"traceparent": OTHER}),
+        ({"ce_subject": "thing-1"}, TRACE, None, {"ce_subject": "thing-1", "traceparent": TRACE}),
     ],
 )
 def test_the_trace_is_carried_on_beside_own_headers(sink, own, traceparent, tracestate, expected):
