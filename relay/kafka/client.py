@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
 from outbox._clients.kafka import complete
@@ -14,6 +14,8 @@ from outbox._clients.kafka_client import Admin
 from outbox.consumer.messages import UndecodableHeaders
 from outbox.consumer.messages import headers_of as safe_headers
 from relay.core.ports import BrokerUnavailable
+
+_FETCH_SECONDS: Final = 0.5
 
 
 def text_of(error: KafkaException) -> str:
@@ -61,6 +63,27 @@ def reader_options(options: Mapping[str, str], group: str, isolation: str, more:
         "allow.auto.create.topics": False,
         **more,
     }
+
+
+class NewTopics:
+    """Fetches the partitions of each topic that a producer has not written to yet.
+
+    By itself librdkafka asks for one new topic, and for the next ones when its timer comes round, once a second: the
+    first turn of a producer would take one or two seconds. After a failure it is left to librdkafka.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._failed = False
+
+    def fetch(self, producer: Producer, topic: str) -> None:
+        if self._failed or topic in self._known:
+            return
+        self._known.add(topic)
+        try:
+            producer.list_topics(topic, timeout=_FETCH_SECONDS)
+        except KafkaException:
+            self._failed = True
 
 
 def create_topic(admin: Admin, topic: NewTopic, seconds: float) -> None:

@@ -33,7 +33,7 @@ from relay.core.ports import (
     kind_of,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import text_of, unavailable_on_kafka_error
+from relay.kafka.client import NewTopics, text_of, unavailable_on_kafka_error
 from relay.kafka.headers import message_headers
 from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
@@ -61,7 +61,6 @@ _CONSEQUENCES: Final = {
 }
 
 _POLL_SECONDS: Final = 0.1
-
 # How long one flush() of librdkafka may take. It checks every 10 ms whether everything is acknowledged, or when its
 # time is up: only failures are reported, so no report wakes it. And when a transaction's partitions are registered,
 # only the next flush() wakes the sending thread. So it is called repeatedly, at growing intervals.
@@ -115,6 +114,7 @@ class BatchProducer:
         self._trial: float | None = None
         self._stalled: list[str] | None = None
         self._used: set[str] = set()
+        self._new_topics = NewTopics()
         self.sent: dict[int, list[Claim]] = {}
         self.refused: dict[int, list[Refusal]] = {}
         self.left_out: set[int] = set()
@@ -203,6 +203,7 @@ class BatchProducer:
 
     def send_marker(self, topic: str, lane: int, value: bytes, deadline: float) -> None:
         """Queue a lane's marker behind its events, to the lane's partition. Raises Unavailable."""
+        self._new_topics.fetch(self.producer, topic)
         report = partial(self._on_marker, lane)
         while True:
             try:
@@ -426,6 +427,7 @@ class BatchProducer:
             except TopicUnusable as error:
                 return error
             self._used.add(topic)
+            self._new_topics.fetch(self.producer, topic)
         headers = message_headers(claim, self._ce_source, self._headers)
         report = partial(self._on_failure if self._records is None else self._on_answer, claim)
         while True:

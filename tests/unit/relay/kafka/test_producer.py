@@ -323,6 +323,50 @@ def test_an_id_that_is_busy_is_not_asked_for_again_at_once(monkeypatch):
     assert asked == ["busy", "well", "well", "well", "busy", "well"]
 
 
+class Asked:
+    """A producer, and what was asked of it. ``away``: no broker answers."""
+
+    def __init__(self, producer: Any, *, away: bool) -> None:
+        self.producer = producer
+        self.away = away
+        self.log: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.producer, name)
+
+    def list_topics(self, topic: str, *, timeout: float) -> None:
+        del timeout
+        self.log.append(f"ask {topic}")
+        if self.away:
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+    def produce(self, topic: str, *_: Any, **__: Any) -> None:
+        self.log.append(topic)
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_producer_asks_for_each_topic_before_it_writes_to_it(away: bool):
+    """librdkafka asks for a second new topic when its timer comes round: a new producer's turn took a second longer."""
+    sender = new_sender()
+    asked = sender.producer = Asked(sender.producer, away=away)
+    claims = [claim(0, n, ("Order", "Bill")[n % 2]) for n in range(4)]
+    sender.send({0: claims}, soon())
+    for lane in range(2):
+        sender.send_marker("state", lane, b"", soon())
+    topics = ["order-events", "bill-events", "order-events", "bill-events", "state", "state"]
+    known: set[str] = set()
+    wanted: list[str] = []
+    for topic in topics:
+        # One that is away must not be waited for again and again.
+        if topic not in known and not (away and known):
+            wanted.append(f"ask {topic}")
+        known.add(topic)
+        wanted.append(topic)
+    assert asked.log == wanted
+    sender.producer = asked.producer
+    sender.close()
+
+
 class FencingClient:
     """A producer whose id is busy for the first ``busy`` of them, and what was asked of all of them."""
 
