@@ -34,12 +34,13 @@ _PATIENT_SECONDS: Final = 5.0
 _STEP_SECONDS: Final = 0.5
 _CONFIRM_SECONDS: Final = 4
 _LEASE_SECONDS: Final = 6.0
-_TAKE_OVER_SECONDS: Final = 4.0
+_TAKE_OVER_SECONDS: Final = 8.0
 # The command waits itself; what it does not reach in this time, it leaves as it was.
 _DRAIN_SECONDS: Final = 10
 _REASON: Final = "chaos"
 
-_LEASES: Final = "SELECT count(*) FROM outbox.lanes WHERE lease_until >= clock_timestamp()"
+_HELD: Final = "SELECT count(*) FROM outbox.lanes WHERE lease_until >= clock_timestamp()"
+_NOT_HELD: Final = "SELECT count(*) FROM outbox.lanes WHERE (lease_until >= clock_timestamp()) IS NOT TRUE"
 _AUDIT: Final = "SELECT what, details FROM outbox.audit WHERE what IN ('discard', 'retry', 'replay')"
 
 
@@ -231,7 +232,7 @@ class OperatorHand(Hand[Act]):
             return False
         deadline = time.monotonic() + _AGAIN_SECONDS
         while not (done := self._lanes_without_relays(number)) and time.monotonic() < deadline:
-            if self._stop.wait(_TAKE_OVER_SECONDS):
+            if self._stop.is_set():
                 break
         if back_to_wal:
             self._switch()
@@ -240,12 +241,17 @@ class OperatorHand(Hand[Act]):
     def _lanes_without_relays(self, number: int) -> bool:
         for (lane,) in self._look("SELECT name FROM outbox.pauses WHERE scope = 'lane'"):
             self._give("relay", "resume", "--lane", lane)
+        self._wait_while(_NOT_HELD, _TAKE_OVER_SECONDS)
         with self._relays.stopped():
-            until = time.monotonic() + _LEASE_SECONDS
             # Those of relays that were killed.
-            while self._look(_LEASES) != [(0,)] and time.monotonic() < until:
-                self._stop.wait(_STEP_SECONDS)
+            self._wait_while(_HELD, _LEASE_SECONDS)
             return self._give("db", "lanes", str(number))
+
+    def _wait_while(self, query: str, seconds: float) -> None:
+        """Wait while a query counts something, but for no longer than this."""
+        until = time.monotonic() + seconds
+        while self._look(query) != [(0,)] and time.monotonic() < until and not self._stop.wait(_STEP_SECONDS):
+            pass
 
     def _source(self) -> str:
         """Return what the lanes are read from: one statement switches all of them."""
