@@ -8,7 +8,7 @@ import pytest
 from inbox_support import Log, Process
 from support import wait_until
 
-MESSAGES = 8_000
+MESSAGES = 4_000
 KEYS = 200
 
 
@@ -51,12 +51,12 @@ def test_each_effect_is_there_once_whoever_is_killed_or_joins(start):
     def kill(member: Process) -> None:
         """Kill a member in the middle of a backlog."""
         before = log.count()
-        backlog(3_000)
+        backlog(1_500)
         wait_until(lambda: log.count() > before + 300, 60, "progress")
         member.signal(signal.SIGKILL)
         assert log.count() < written()
 
-    backlog(1_000)
+    backlog(500)
     first = join("first")
     second = join("second")
     kill(first)
