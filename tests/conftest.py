@@ -12,7 +12,6 @@ import secrets
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
@@ -159,43 +158,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if version("pyspark").startswith("4.1."):
         # It leaves the sockets of collect() to the garbage collector; 4.2 closes them.
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
-    # Of pytest-xdist, in the process that only starts the others.
-    if getattr(option, "numprocesses", None) and "OUTBOX_TEST_KAFKA" not in os.environ:
-        _share_kafka(config)
-
-
-# Nothing kills this broker: it tells its controller every two seconds that it lives, not four times a second, which is
-# a third of an idle broker's processor time. Sessions of consumers may be as short as a second.
-_KAFKA = {
-    "broker.heartbeat.interval.ms": "2000",
-    "broker.session.timeout.ms": "18000",
-    "group.min.session.timeout.ms": "1000",
-}
-_ADDRESS = Path(os.environ["TEST_FORMATTED"], "kafka")
-
-
-def _share_kafka(config: pytest.Config) -> None:
-    """Start one Kafka for all processes of a run, as they collect their tests: for each broker, its first minute of
-    compiling and then a hundredth of a processor are what it takes.
-    """
-    from outbox.sandbox.kafka import KafkaCluster
-
-    cluster = KafkaCluster(settings=_KAFKA)
-
-    def start() -> None:
-        cluster.start()
-        new = _ADDRESS.with_suffix(".new")
-        new.write_text(cluster.bootstrap_servers)
-        new.rename(_ADDRESS)
-
-    starting = threading.Thread(target=start)
-    starting.start()
-
-    def stop() -> None:
-        starting.join()
-        cluster.close()
-
-    config.add_cleanup(stop)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -298,19 +260,23 @@ def _nursery() -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
-    """The fixture of the test kit, but the processes of a run share one Kafka."""
-    from outbox.sandbox._process import wait_for
+    """The fixture of the test kit, but the broker tells its controller every two seconds that it lives, not four times
+    a second, which is a third of an idle broker's processor time. Nothing kills this one. Sessions of consumers may be
+    as short as a second.
+    """
     from outbox.sandbox.kafka import KafkaCluster
     from outbox.testing.fixtures import ExternalKafka
 
     if servers := os.environ.get("OUTBOX_TEST_KAFKA"):
         yield ExternalKafka(servers)
-    elif "PYTEST_XDIST_WORKER" in os.environ:
-        assert wait_for(_ADDRESS.exists, 60), "the Kafka of all processes has not started"
-        yield ExternalKafka(_ADDRESS.read_text())
-    else:
-        with KafkaCluster(settings=_KAFKA) as cluster:
-            yield cluster
+        return
+    settings = {
+        "broker.heartbeat.interval.ms": "2000",
+        "broker.session.timeout.ms": "18000",
+        "group.min.session.timeout.ms": "1000",
+    }
+    with KafkaCluster(settings=settings) as cluster:
+        yield cluster
 
 
 class OfGroup(ExitStack):
