@@ -404,10 +404,15 @@ def test_an_at_most_once_producer_asks_for_no_topic_because_the_leases_run_out_m
 
 
 class FencingClient:
-    """A producer whose id is busy for the first ``busy`` of them, and what was asked of all of them."""
+    """A producer whose id is busy for the first ``busy`` of them, and what was asked of all of them.
+
+    ``connects_at``: nothing is answered before this time of the clock, which moves with each wait.
+    """
 
     made: ClassVar[list[FencingClient]] = []
     busy: ClassVar[int] = 0
+    connects_at: ClassVar[float] = 0.0
+    clock: ClassVar[float] = 0.0
 
     def __init__(self, _options: Mapping[str, Any], _transactional_id: str) -> None:
         self.asked: list[str] = []
@@ -419,6 +424,9 @@ class FencingClient:
 
     def init_transactions(self, seconds: float) -> None:
         self.asked.append(f"init {seconds:g}")
+        FencingClient.clock += seconds
+        if self.clock < self.connects_at:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer", retriable=True))
         if len(self.made) <= self.busy:
             raise KafkaException(KafkaError(KafkaError.CONCURRENT_TRANSACTIONS, "busy", retriable=True))
 
@@ -450,3 +458,35 @@ def test_an_id_that_is_busy_is_fenced_by_a_new_client_because_one_asks_again_onl
     # The first answer may come over a connection that ends with it.
     assert all(each.asked[:2] == ["metadata", "metadata"] for each in FencingClient.made)
     assert all(each.asked[-1] == "purge" for each in FencingClient.made)
+
+
+@pytest.mark.parametrize("busy", [1, 1000])
+@pytest.mark.parametrize("connects_at", [1.0, 5.0])
+def test_an_id_that_is_busy_is_not_waited_for_longer_because_connecting_took_long(monkeypatch, busy, connects_at):
+    """Each of the lanes that name it would keep the worker's other lanes waiting for ten seconds."""
+    monkeypatch.setattr(FencingClient, "made", [])
+    monkeypatch.setattr(FencingClient, "busy", busy)
+    monkeypatch.setattr(FencingClient, "connects_at", connects_at)
+    monkeypatch.setattr(FencingClient, "clock", 0.0)
+    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: FencingClient.clock))
+    if busy > 1:
+        with pytest.raises(IdBusy, match="can't be ended yet"):
+            fencing.fence(OPTIONS, "id")
+    else:
+        # The first answer for an id with an open transaction is that it is busy: it is aborted from then on.
+        fencing.fence(OPTIONS, "id")
+        assert len(FencingClient.made) == 2
+    assert FencingClient.clock < connects_at + 4.0
+
+
+def test_a_coordinator_that_does_not_answer_is_waited_for_as_long_as_it_may_take(monkeypatch):
+    monkeypatch.setattr(FencingClient, "made", [])
+    monkeypatch.setattr(FencingClient, "connects_at", 1000.0)
+    monkeypatch.setattr(FencingClient, "clock", 0.0)
+    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: FencingClient.clock))
+    with pytest.raises(Unavailable, match="did not answer within 10 s") as caught:
+        fencing.fence(OPTIONS, "id")
+    assert not isinstance(caught.value, IdBusy)
+    assert FencingClient.clock == pytest.approx(10.0)
