@@ -1,6 +1,6 @@
 """The number of events of each lane in a turn: fewer after a turn that was too large, or refused. No I/O.
 
-After a turn that does not finish in time, the size is halved. Where each lane had one event, the number of lanes is,
+After a turn that does not finish in time, the size is halved. Where each lane could have one, the number of lanes is,
 and the others have the next turns: a lane costs more than its events, as each has its marker. If the broker refuses
 something and does not prove what, the likeliest events have turns of their own: the events before them, then these.
 Without a guess, the lanes of the turn are halved until one is left, and then the lane's events. What is refused by
@@ -72,7 +72,8 @@ class TurnSizes:
         if self._most_lanes is None:
             self._waiting = ()
             return ready
-        waiting = [number for number in self._waiting if number in set(ready)] or ready
+        here = set(ready)
+        waiting = [number for number in self._waiting if number in here] or ready
         self._waiting = waiting[self._most_lanes :]
         return waiting[: self._most_lanes]
 
@@ -114,9 +115,10 @@ class TurnSizes:
         largest = max(map(len, batches.values()))
         half = max(largest // 2, 1)
         if not self._suspects_turn:
-            self._clean, self._limit = 0, half
-            if largest == 1:
+            # Otherwise there may have been one event only because few lanes had any.
+            if largest == self._limit == 1:
                 self._most_lanes = max(len(batches) // 2, 1)
+            self._clean, self._limit = 0, half
             return
         for number in batches:
             self._lanes[number].limit = half

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -16,6 +17,7 @@ from outbox.consumer.messages import headers_of as safe_headers
 from relay.core.ports import BrokerUnavailable
 
 _FETCH_SECONDS: Final = 0.5
+_FETCHES_SECONDS: Final = 1.0
 
 
 def text_of(error: KafkaException) -> str:
@@ -69,21 +71,26 @@ class NewTopics:
     """Fetches the partitions of each topic that a producer has not written to yet.
 
     By itself librdkafka asks for one new topic, and for the next ones when its timer comes round, once a second: the
-    first turn of a producer would take one or two seconds. After a failure it is left to librdkafka.
+    first turn of a producer would take one or two seconds. The turn waits for the answers: after ``seconds`` of that,
+    or a failure, it is left to librdkafka. At-most-once always is (0 seconds): the rows are deleted when this is sent,
+    and the leases run out meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = _FETCHES_SECONDS) -> None:
         self._known: set[str] = set()
-        self._failed = False
+        self._left_seconds = seconds
 
     def fetch(self, producer: Producer, topic: str) -> None:
-        if self._failed or topic in self._known:
+        if self._left_seconds <= 0 or topic in self._known:
             return
         self._known.add(topic)
+        began = time.monotonic()
         try:
-            producer.list_topics(topic, timeout=_FETCH_SECONDS)
+            producer.list_topics(topic, timeout=min(self._left_seconds, _FETCH_SECONDS))
         except KafkaException:
-            self._failed = True
+            self._left_seconds = 0.0
+        else:
+            self._left_seconds -= time.monotonic() - began
 
 
 def create_topic(admin: Admin, topic: NewTopic, seconds: float) -> None:

@@ -39,16 +39,19 @@ def fence(
     Raises Unavailable when the broker does not answer in time or refuses (IdBusy if the last transaction has not ended
     within ``busy_seconds``), ConfigurationError for an unknown option.
     """
-    busy_until = time.monotonic() + busy_seconds
+    busy_until: float | None = None
     again_seconds = _FIRST_AGAIN_SECONDS
     while True:
         producer = ShortLivedProducer(options, transactional_id)
         try:
             initialize(producer, seconds, min(again_seconds, busy_seconds))
         except KafkaException as error:
-            if is_busy(error) and time.monotonic() < busy_until:
-                again_seconds *= 2
-                continue
+            if is_busy(error):
+                now = time.monotonic()
+                busy_until = busy_until or now + busy_seconds
+                if now < busy_until:
+                    again_seconds *= 2
+                    continue
             kind = IdBusy if is_busy(error) else BrokerUnavailable
             raise kind(_explained(producer.explained(error), transactional_id, seconds)) from error
         else:
@@ -87,14 +90,15 @@ def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
     with suppress(KafkaException):
         for _ in range(2):
             producer.list_topics("__transaction_state", timeout=_CONNECT_SECONDS)
-    try:
-        producer.init_transactions(busy_seconds)
-    except KafkaException as error:
-        if is_busy(error) or not error.args[0].retriable() or seconds <= busy_seconds:
-            raise
-    else:
-        return
-    producer.init_transactions(seconds - busy_seconds)
+    end, left_seconds = time.monotonic() + seconds, seconds
+    while True:
+        # In steps: connecting may take long, and only then it shows that the id is busy.
+        try:
+            return producer.init_transactions(min(busy_seconds, left_seconds))
+        except KafkaException as error:
+            left_seconds = end - time.monotonic()
+            if is_busy(error) or not error.args[0].retriable() or left_seconds <= 0:
+                raise
 
 
 def is_busy(error: KafkaException) -> bool:

@@ -114,7 +114,7 @@ class BatchProducer:
         self._trial: float | None = None
         self._stalled: list[str] | None = None
         self._used: set[str] = set()
-        self._new_topics = NewTopics()
+        self._new_topics = NewTopics(0.0) if sending.at_most_once else NewTopics()
         self.sent: dict[int, list[Claim]] = {}
         self.refused: dict[int, list[Refusal]] = {}
         self.left_out: set[int] = set()

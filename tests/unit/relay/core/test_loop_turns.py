@@ -361,7 +361,7 @@ def test_a_turn_that_is_late_with_one_event_of_each_lane_is_one_of_fewer_lanes()
     world = World(rows, *[slow(2)] * 60, settings=replace(SETTINGS, batch_size=16))
     world.run()
     lanes = [len(turn) for turn in world.broker.turns]
-    assert lanes[:5] == [16, 8, 4, 2, 2]
+    assert lanes[:6] == [16, 16, 8, 4, 2, 2]
     # All have their turns: the first events of all lanes come before the third of any, though it takes 8 turns.
     log = world.broker.log
     assert set(range(1, 17)) <= set(log[: log.index(33)])
@@ -369,6 +369,21 @@ def test_a_turn_that_is_late_with_one_event_of_each_lane_is_one_of_fewer_lanes()
     assert max(lanes[60:]) == 16
     assert max(len(batch) for turn in world.broker.turns[60:] for batch in turn.values()) > 1
     assert in_order(world, rows)
+
+
+def test_a_late_turn_of_a_single_event_leaves_all_lanes_in_the_next_turns():
+    """It says nothing about the number of lanes: most of them just had no event."""
+    rows: dict[int, list[int]] = {0: [1], **{lane: [] for lane in range(1, 64)}}
+    world = World(rows, settings=replace(SETTINGS, batch_size=16))
+
+    def late(batches: Batches) -> Sent:
+        for lane in rows:
+            world.table.rows[lane] += range(100 + lane, 1000, 64)
+        return slow(0)(batches)
+
+    world.broker.script = [late]
+    world.run()
+    assert [len(turn) for turn in world.broker.turns[:3]] == [1, 64, 64]
 
 
 def test_a_turn_of_one_lane_that_is_narrowed_down_and_late_is_halved_too():

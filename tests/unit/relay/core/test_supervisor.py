@@ -108,3 +108,51 @@ def test_a_relay_that_left_its_lanes_takes_them_again_when_no_other_one_is_alive
     # It is gone, or halted. The next tick counts both relays if it wakes meanwhile.
     assert tick({}, 0) == ["beat", "renew"]
     assert tick({"me": 0}, LANES) == [f"take {LANES}"]
+
+
+def test_a_relay_that_came_back_alone_and_publishes_nothing_leaves_its_lanes_at_once_to_another_one(
+    supervisor, monkeypatch
+) -> None:
+    """Otherwise the lanes that it took while another one restarted stand still as long again as it tried at first."""
+    clock = [1000.0]
+    monkeypatch.setattr(relay.supervisor.time, "monotonic", lambda: clock[0])
+    loop = supervisor._worker.loop
+
+    class Lanes(Table):
+        def acquire(self, count: int) -> list[Lease]:
+            return [Lease(lane, 1, 60.0, clock[0]) for lane in range(count)]
+
+        def release(self, *_: Any, **__: Any) -> None:
+            """All are free."""
+
+        beat = leave = release
+
+        def renew(self, _leases: object) -> Renewal:
+            return Renewal()
+
+    def tick(held: dict[str, int], free: int, after_seconds: float = 1.0) -> int:
+        """Return how many lanes it keeps."""
+        clock[0] += after_seconds
+        table = Lanes(held)
+        table._distribution = LaneDistribution(held, lanes=LANES, free=free, total=LANES)
+        supervisor._balance(table)
+        for lane in supervisor._held.recalled:
+            supervisor._held.let_go(lane, clean=True, lost=False)
+        return len(supervisor._held.leases)
+
+    loop.failing_since = clock[0] - 1000.0
+    assert tick({"me": LANES, "other": 0}, 0) == 0
+    # The other one restarts.
+    tick({}, LANES)
+    assert tick({"me": 0}, LANES) == LANES
+    assert tick({"me": LANES, "other": 0}, 0) == 0
+    # After the minute it tries as long as at first.
+    assert tick({"me": 0, "other": LANES // 2}, LANES // 2, 61.0) == LANES // 2
+    loop.failing_since = clock[0]
+    assert tick({"me": LANES // 2, "other": LANES // 2}, 0) == LANES // 2
+    assert tick({"me": LANES // 2, "other": LANES // 2}, 0, 1000.0) == 0
+    # Back alone, and it publishes again.
+    tick({}, LANES)
+    assert tick({"me": 0}, LANES) == LANES
+    loop.failing_since = None
+    assert tick({"me": LANES, "other": 0}, 0) == LANES // 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -19,7 +19,7 @@ from outbox.urls import display_url
 from relay.config import load, producer_options
 from relay.core.ports import BatchRefused, BrokerUnavailable, Claim, DeliveryTimeout, IdBusy, TopicUnusable, Unavailable
 from relay.database import Connector, unavailable_on_error
-from relay.kafka import fencing
+from relay.kafka import client, fencing
 from relay.kafka.producer import BatchProducer, Sending
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
@@ -324,19 +324,22 @@ def test_an_id_that_is_busy_is_not_asked_for_again_at_once(monkeypatch):
 
 
 class Asked:
-    """A producer, and what was asked of it. ``away``: no broker answers."""
+    """A producer, and what was asked of it. ``away``: no broker answers. ``on_ask``: what else a question does."""
 
-    def __init__(self, producer: Any, *, away: bool) -> None:
+    def __init__(
+        self, producer: Any, *, away: bool = False, on_ask: Callable[[float], None] = lambda _timeout: None
+    ) -> None:
         self.producer = producer
         self.away = away
+        self.on_ask = on_ask
         self.log: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.producer, name)
 
     def list_topics(self, topic: str, *, timeout: float) -> None:
-        del timeout
         self.log.append(f"ask {topic}")
+        self.on_ask(timeout)
         if self.away:
             raise KafkaException(KafkaError(KafkaError._TRANSPORT))
 
@@ -367,11 +370,49 @@ def test_a_producer_asks_for_each_topic_before_it_writes_to_it(away: bool):
     sender.close()
 
 
+@pytest.mark.parametrize("answer_seconds", [0.2, 0.7])
+def test_slow_answers_about_many_new_topics_take_a_part_of_a_turn(monkeypatch, answer_seconds: float):
+    """Fifty answers of 0.2 s were a whole turn, and it failed with nothing sent."""
+    clock = [0.0]
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def wait(timeout: float) -> None:
+        clock[0] += min(timeout, answer_seconds)
+        if timeout < answer_seconds:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+
+    sender = new_sender()
+    asked = sender.producer = Asked(sender.producer, on_ask=wait)
+    sender.send({0: [claim(0, n, f"Kind{n}") for n in range(50)]}, soon())
+    assert clock[0] <= 1.01
+    assert asked.log[0].startswith("ask ")
+    assert len([each for each in asked.log if not each.startswith("ask ")]) == 50
+    sender.producer = asked.producer
+    sender.close()
+
+
+def test_an_at_most_once_producer_asks_for_no_topic_because_the_leases_run_out_meanwhile():
+    """The rows are deleted by then: what can't be sent within the lease is lost."""
+    options = producer_options(load(kafka=OPTIONS))
+    topics = AllThere(OPTIONS, create=False)
+    sender = BatchProducer(Sending(options, Router(), topics, "/shop", 60.0, at_most_once=True))
+    asked = sender.producer = Asked(sender.producer)
+    sender.send({0: [claim(0, 1), claim(0, 2, "Bill")]}, soon())
+    assert asked.log == ["order-events", "bill-events"]
+    sender.producer = asked.producer
+    sender.close()
+
+
 class FencingClient:
-    """A producer whose id is busy for the first ``busy`` of them, and what was asked of all of them."""
+    """A producer whose id is busy for the first ``busy`` of them, and what was asked of all of them.
+
+    ``connects_at``: nothing is answered before this time of the clock, which moves with each wait.
+    """
 
     made: ClassVar[list[FencingClient]] = []
     busy: ClassVar[int] = 0
+    connects_at: ClassVar[float] = 0.0
+    clock: ClassVar[float] = 0.0
 
     def __init__(self, _options: Mapping[str, Any], _transactional_id: str) -> None:
         self.asked: list[str] = []
@@ -383,6 +424,9 @@ class FencingClient:
 
     def init_transactions(self, seconds: float) -> None:
         self.asked.append(f"init {seconds:g}")
+        FencingClient.clock += seconds
+        if self.clock < self.connects_at:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer", retriable=True))
         if len(self.made) <= self.busy:
             raise KafkaException(KafkaError(KafkaError.CONCURRENT_TRANSACTIONS, "busy", retriable=True))
 
@@ -414,3 +458,35 @@ def test_an_id_that_is_busy_is_fenced_by_a_new_client_because_one_asks_again_onl
     # The first answer may come over a connection that ends with it.
     assert all(each.asked[:2] == ["metadata", "metadata"] for each in FencingClient.made)
     assert all(each.asked[-1] == "purge" for each in FencingClient.made)
+
+
+@pytest.mark.parametrize("busy", [1, 1000])
+@pytest.mark.parametrize("connects_at", [1.0, 5.0])
+def test_an_id_that_is_busy_is_not_waited_for_longer_because_connecting_took_long(monkeypatch, busy, connects_at):
+    """Each of the lanes that name it would keep the worker's other lanes waiting for ten seconds."""
+    monkeypatch.setattr(FencingClient, "made", [])
+    monkeypatch.setattr(FencingClient, "busy", busy)
+    monkeypatch.setattr(FencingClient, "connects_at", connects_at)
+    monkeypatch.setattr(FencingClient, "clock", 0.0)
+    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: FencingClient.clock))
+    if busy > 1:
+        with pytest.raises(IdBusy, match="can't be ended yet"):
+            fencing.fence(OPTIONS, "id")
+    else:
+        # The first answer for an id with an open transaction is that it is busy: it is aborted from then on.
+        fencing.fence(OPTIONS, "id")
+        assert len(FencingClient.made) == 2
+    assert FencingClient.clock < connects_at + 4.0
+
+
+def test_a_coordinator_that_does_not_answer_is_waited_for_as_long_as_it_may_take(monkeypatch):
+    monkeypatch.setattr(FencingClient, "made", [])
+    monkeypatch.setattr(FencingClient, "connects_at", 1000.0)
+    monkeypatch.setattr(FencingClient, "clock", 0.0)
+    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: FencingClient.clock))
+    with pytest.raises(Unavailable, match="did not answer within 10 s") as caught:
+        fencing.fence(OPTIONS, "id")
+    assert not isinstance(caught.value, IdBusy)
+    assert FencingClient.clock == pytest.approx(10.0)
