@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) spec chaos mutants peers bench chart docs \
-	docs-reference dist screenshots lint lock clean
+	docs-reference dist screenshots lint lock audit clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -55,6 +55,10 @@ $(UV):
 $(VENV)/.installed $(VENV)-lowest/.installed $(MATRIX:%=%/.installed): %/.installed: %/.installed-lock pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
+
+$(VENV)-audit/bin/pip-audit:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
 
 install: $(VENV)/.installed  ## set up .venv from the lock file
 
@@ -158,5 +162,9 @@ lock: $(UV)  ## resolve the dependencies anew: requirements.lock, those of the d
 	for other in $(OTHERS); do echo "pyspark==$$other.*" | $(UV) pip compile - --no-deps --generate-hashes --no-header \
 		--no-annotate --quiet $(ARGS) --output-file tests/pyspark-$$other.lock || exit; done
 
+audit: $(VENV)-audit/bin/pip-audit  ## known vulnerabilities of what the lock files pin; needs an index that lists them
+	for lock in requirements.lock docs/requirements.lock deploy/relay.lock deploy/consumer.lock; do \
+		$< --strict --disable-pip --require-hashes --requirement $$lock $(ARGS) || exit; done
+
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VENV)-lock $(VENV)-helm $(VENV)-lowest $(VENV)-docs $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-audit $(VENV)-helm $(VENV)-lowest $(VENV)-docs $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
