@@ -29,6 +29,8 @@ again.
 | a failover loses the commit of a take-  | the next taker gets the same epoch; the owner differs, so the former    |
 | over                                    | holder's renewal and settling match no row                              |
 | Postgres is down longer than the lease  | the first to renew or take it when it is back has it; the epoch decides |
+| the database's clock goes back          | a relay has a share again when it beats; that a session has ended is    |
+|                                         | seen as always; leases end later by as much                             |
 | relay joins                             | relays with more than their share release the rest between batches      |
 | two relays reach for one lane           | the second skips the locked row and takes another, or none              |
 | another session has locked its own row  | a beat is given up, but not the session; the leases are renewed         |
@@ -119,15 +121,18 @@ _LEAVE: Final = "DELETE FROM {relays} WHERE instance = %(me)s"
 # A killed instance leaves its row; operators can see it for a day.
 _FORGET: Final = "DELETE FROM {relays} WHERE alive_until < clock_timestamp() - interval '1 day'"
 
-# Shared and for this statement only: neither relays that look at the same time nor the owner's next session wait.
+# Shared and for this statement only: neither relays that look at the same time nor the owner's next session wait. The
+# sessions of all whose row has not run out: that of a killed one, whose last beat is from before the clock went back,
+# would otherwise never be looked at.
 _CENSUS: Final = """
 SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
        (SELECT count(*) FROM {lanes} WHERE source = %(source)s),
        (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s), {paused}::text,
-       {next_due}, extract(epoch FROM clock_timestamp())::float8, r.session, pg_try_advisory_xact_lock_shared(r.session)
+       {next_due}, extract(epoch FROM clock_timestamp())::float8, ({alive} OR r.instance = %(me)s), r.session,
+       pg_try_advisory_xact_lock_shared(r.session)
   FROM {relays} AS r LEFT JOIN {lanes} AS l
        ON l.owner = r.instance AND l.lease_until >= clock_timestamp() AND l.source = %(source)s
- WHERE ({alive} AND r.source = %(source)s) OR r.instance = %(me)s
+ WHERE (r.alive_until >= clock_timestamp() AND r.source = %(source)s) OR r.instance = %(me)s
  GROUP BY r.instance"""
 
 
@@ -317,8 +322,8 @@ class LaneTable:
         if self._session is not None:
             others = {row[-2]: row[-1] for row in rows if row[-2] is not None and row[0] != self._me}
             self._ended = sorted(self._sessions.look(others))
-        held = {row[0]: row[1] for row in rows if row[-2] not in self._ended}
-        free += sum(row[1] for row in rows if row[0] not in held)
+        held = {row[0]: row[1] for row in rows if row[-3] and row[-2] not in self._ended}
+        free += sum(row[1] for row in rows if row[-2] in self._ended)
         return LaneDistribution(held=held, lanes=lanes, free=free, total=total)
 
     def acquire(self, count: int = 1) -> list[Lease]:

@@ -1,7 +1,8 @@
 """A relay's steps in the protocol, to be compared with the specification: ``OUTBOX_TRACE_PROTOCOL=FILE``.
 
 The worker's source and publisher are wrapped; without the variable, the relay has the plain ones. Each step is appended
-to the file as a line of JSON as soon as it is known, in one write: a kill loses none. Relays may share the file.
+to the file as a line of JSON as soon as it is known, in one write: a kill loses none. Relays may share the file. A step
+that can't be written ends the trace: it is logged, and none follows.
 
 at, since   when the step was known, and the latest time before which it can't have happened: nanoseconds of the
             machine's monotonic clock, so only relays of one machine can be compared
@@ -29,6 +30,7 @@ ids         rows: what was read, sent, acknowledged, settled or committed, or wh
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -36,6 +38,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
+
+import structlog
 
 from outbox.errors import ConfigurationError, OutboxError
 from relay.core.lease import Lease
@@ -56,6 +60,8 @@ from relay.core.ports import (
     UnsettledBatch,
 )
 
+log = structlog.get_logger("relay")
+
 VARIABLE: Final = "OUTBOX_TRACE_PROTOCOL"
 
 
@@ -65,10 +71,8 @@ class ProtocolTrace:
     def __init__(self, path: str, relay: str, *, transactional: bool, batch_size: int) -> None:
         self.transactional = transactional
         self._relay = f"{relay}/{os.getpid()}"
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise ConfigurationError(f"{VARIABLE} names {path!r}, which can't be written: {error.strerror}") from error
+        self._path = path
+        self._ended = False
         self.since = self._began = time.monotonic_ns()
         """When the last read began: what is settled after it was asked for after it."""
         self.turn: dict[int, str] = {}
@@ -77,13 +81,29 @@ class ProtocolTrace:
         self._acknowledged: dict[int, tuple[str, list[int]]] = {}
         self._pending: dict[int, set[int]] = {}
         self._leases: dict[int, Lease] = {}
-        self.write("began", transactional=transactional, batch_size=batch_size)
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self._append("began", transactional=transactional, batch_size=batch_size)
+        except OSError as error:
+            raise ConfigurationError(f"{VARIABLE} names {path!r}, which can't be written: {error.strerror}") from error
 
     def write(self, step: str, lane: int | None = None, since: int | None = None, **more: Any) -> None:
+        """Record a step. The first that can't be written ends the trace, and not the relay: no step follows it."""
+        if self._ended:
+            return
+        try:
+            self._append(step, lane, since, **more)
+        except OSError as error:
+            self._ended = True
+            log.warning("the protocol's trace ends here: a step can't be written", file=self._path, error=str(error))
+
+    def _append(self, step: str, lane: int | None = None, since: int | None = None, **more: Any) -> None:
         line = {"at": time.monotonic_ns(), "since": since or self._began, "relay": self._relay, "step": step}
         if lane is not None:
             line["lane"] = lane
-        os.write(self._file, json.dumps(line | more).encode() + b"\n")
+        data = json.dumps(line | more).encode() + b"\n"
+        if os.write(self._file, data) < len(data):
+            raise OSError(errno.ENOSPC, "No space left for the whole line")
 
     def taken(self, lease: Lease) -> None:
         # A new source is given the leases again.

@@ -58,7 +58,7 @@ class TableReader:
             with unavailable_on_error(f"looking at {lanes_text(idle)}"):
                 held = self._table.connection.execute(*self._settlement.still_held(idle)).fetchall()
                 failed |= self._settlement.lost_of(idle, held)
-        for number in self._advance([number for number in limits if number not in failed], batches, limits, failed):
+        for number in self._advance([number for number in limits if number not in failed], batches, limits):
             batches.pop(number, None)
         return replace(fetched, batches={number: rows for number, rows in batches.items() if number not in failed})
 
@@ -67,7 +67,6 @@ class TableReader:
         numbers: Collection[int],
         batches: Mapping[int, Sequence[Claim]],
         limits: Mapping[int, int],
-        failed: dict[int, OutboxError],
     ) -> Collection[int]:
         """Change the states of lanes whose rows allow that. Returns the lanes whose rows must not be published."""
         last_ids: dict[int, int] = {}
@@ -99,7 +98,7 @@ class TableReader:
             few = [number for number in last_ids if len(batches.get(number, ())) + more[number] < limits[number]]
             self._catch_up([self._lanes[number] for number in few])
         if horizons:
-            self._end_catching_up(horizons, failed)
+            self._end_catching_up(horizons)
         return horizons.keys()
 
     def _make_room(self, numbers: Collection[int]) -> None:
@@ -139,16 +138,16 @@ class TableReader:
             for lane in ready:
                 lane.state = CatchingUp(highest[lane.lease.lane])
 
-    def _end_catching_up(self, horizons: Mapping[int, int], failed: dict[int, OutboxError]) -> None:
+    def _end_catching_up(self, horizons: Mapping[int, int]) -> None:
         """Switch lanes to the stream whose table has nothing up to the horizon.
 
         The rows just read come again from the stream, or after rows that may be below the mark.
         """
         left = self._lanes.ask_all(self._queries.any_up_to, horizons, ids=array(list(horizons.values())))
+        self._lanes.enter_stream([self._lanes[number] for number in horizons if not left[number]])
         for number in horizons:
-            if left[number]:
+            if not self._lanes[number].streaming:
                 self._table.reader.read_all_again(number)
-        self._lanes.enter_stream([self._lanes[number] for number in horizons if not left[number]], failed)
 
     def drop(self, channels: Collection[Channel]) -> None:
         if self._drop_visible(channels):
@@ -178,7 +177,8 @@ class TableReader:
         if lane.absent:
             return True
         with unavailable_on_error(f"recording the state of lane {number}"):
-            row = self._table.connection.execute(self._queries.leave_unlocked, lane.key).fetchone()
+            values = {"streaming": False, **lane.key}
+            row = self._table.connection.execute(self._queries.set_unlocked, values).fetchone()
         # None: the row is locked, or another relay has the lane. The stream holds the lane's events, and this is
         # retried.
         if row is not None:

@@ -131,27 +131,31 @@ class StreamLanes(dict[int, StreamLane]):
             rows = self.table.connection.execute(query, {"lanes": array(list(numbers)), **more}).fetchall()
         return dict(rows)
 
-    def enter_stream(self, lanes: Sequence[StreamLane], failed: dict[int, OutboxError]) -> None:
-        """Switch these lanes to the stream, durably, adding lost ones to ``failed``."""
+    def enter_stream(self, lanes: Sequence[StreamLane]) -> None:
+        """Switch these lanes to the stream, durably, except those whose rows are locked, or that are lost.
+
+        Those stay as they are, and the next turn tells which are lost. The others must not wait for them, with their
+        rows locked and their leases not renewed.
+        """
         if lanes:
-            failed |= self._set(lanes, Streaming())
+            self._set(lanes, Streaming(), self.queries.set_unlocked)
             failpoint("stream.entered")
 
     def leave_stream(self, lane: StreamLane) -> None:
         """Switch the lane to the table, durably. Raises LaneLost."""
-        for error in self._set([lane], InTable()).values():
-            raise error
+        if not self._set([lane], InTable(), self.queries.set_streaming):
+            raise self.lost(lane)
         failpoint("stream.left")
 
-    def _set(self, lanes: Sequence[StreamLane], state: Streaming | InTable) -> dict[int, LaneLost]:
-        """Record the lanes' state. Returns the lost ones."""
+    def _set(self, lanes: Sequence[StreamLane], state: Streaming | InTable, query: sql.Composed) -> bool:
+        """Record the lanes' state. Returns whether that of all."""
         values = {"streaming": isinstance(state, Streaming), **lease_values([lane.lease for lane in lanes])}
         with unavailable_on_error(f"recording the state of {lanes_text([lane.lease.lane for lane in lanes])}"):
-            ours = {row[0] for row in self.table.connection.execute(self.queries.set_streaming, values)}
+            done = {row[0] for row in self.table.connection.execute(query, values)}
         for lane in lanes:
-            if lane.lease.lane in ours:
+            if lane.lease.lane in done:
                 lane.state = state
-        return {lane.lease.lane: self.lost(lane) for lane in lanes if lane.lease.lane not in ours}
+        return len(done) == len(lanes)
 
     def lost(self, lane: StreamLane) -> LaneLost:
         return self.table.settlement.lost(lane.lease.lane)

@@ -18,10 +18,10 @@ _SET_STREAMING: Final = """
 UPDATE {lanes} AS l SET streaming = %(streaming)s FROM {leases} WHERE {ours}
 RETURNING l.lane, set_config('synchronous_commit', 'on', true)"""
 
-# Does not wait for a lock on the row, because the other lanes would wait as well.
-_LEAVE_UNLOCKED: Final = """
-UPDATE {lanes} SET streaming = false
- WHERE lane = (SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED)
+# Does not wait for a lock on a row, because the other lanes would wait as well.
+_SET_UNLOCKED: Final = """
+UPDATE {lanes} SET streaming = %(streaming)s
+ WHERE lane IN (SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED)
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
 _HIGHEST_IDS: Final = """
@@ -89,7 +89,7 @@ class StreamQueries:
 
         self.state = query(_STATE)
         self.set_streaming = query(_SET_STREAMING)
-        self.leave_unlocked = query(_LEAVE_UNLOCKED)
+        self.set_unlocked = query(_SET_UNLOCKED)
         self.highest_ids = query(_HIGHEST_IDS)
         self.any_up_to = query(_ANY_UP_TO)
         self.more = query(_MORE)

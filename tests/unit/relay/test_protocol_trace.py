@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from outbox._app.settings import load
 from outbox.errors import ConfigurationError
-from relay.protocol_trace import VARIABLE, TracedPublisher
+from relay.protocol_trace import VARIABLE, ProtocolTrace, TracedPublisher
 from relay.wiring import build
 
 
@@ -33,7 +36,32 @@ def test_what_the_check_does_not_cover_is_not_recorded(monkeypatch, tmp_path, se
         built(**settings)
 
 
-def test_a_file_that_can_not_be_written(monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "missing" / "steps.jsonl"))
-    with pytest.raises(ConfigurationError, match="can't be written: No such file"):
+@pytest.mark.parametrize("file", ["/dev/missing/steps.jsonl", "/dev/full"])
+def test_a_file_that_can_not_be_written(monkeypatch, file):
+    monkeypatch.setenv(VARIABLE, file)
+    with pytest.raises(ConfigurationError, match=f"{VARIABLE} names '{file}', which can't be written: No s"):
         built()
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["full", "short"])
+def test_a_trace_that_can_not_be_written_any_more_ends_and_the_relay_goes_on(monkeypatch, tmp_path, short):
+    file = tmp_path / "steps.jsonl"
+    trace = ProtocolTrace(str(file), "one", transactional=True, batch_size=1)
+    trace.write("closed")
+    write = os.write
+
+    def full(number: int, data: bytes) -> int:
+        if not short:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(number, data[:5])
+
+    with capture_logs() as said:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", full)
+            trace.write("closed")
+        left = file.read_bytes()
+        trace.write("closed")
+    assert [(line["log_level"], line["file"]) for line in said] == [("warning", str(file))]
+    # No step follows the one that is missing.
+    assert file.read_bytes() == left
+    assert left.count(b"\n") == 2

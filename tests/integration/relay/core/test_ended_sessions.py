@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import psycopg
 import pytest
-from polling_support import table, taken
+from polling_support import clock_back, table, taken
 from rows_and_roles import login_role
 from support import look_up, wait_until
 
@@ -67,6 +67,21 @@ def test_the_lanes_of_a_relay_whose_session_has_ended_are_free_at_the_second_loo
         lane: epoch + 1 for lane, epoch in before.items()
     }
     assert looks(other) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("beats_again", [False, True])
+def test_the_database_s_clock_goes_back_before_the_session_ends(outbox_postgres, open_relay, beats_again):
+    killed, other = (open_relay(outbox_postgres.url, name) for name in ("killed", "other"))
+    killed.acquire(4)
+    looks(other)
+    clock_back(outbox_postgres)
+    # Its last beat is in the future.
+    assert looks(other, 1) == [0]
+    if beats_again:
+        killed.beat()
+    killed.ends()
+    assert looks(other, 2) == [0, 4]
+    assert len(other.acquire(4)) == 4
 
 
 def test_a_source_of_all_lanes_takes_those_of_an_ended_session(outbox_postgres, open_relay):

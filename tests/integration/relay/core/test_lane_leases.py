@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from polling_support import table, taken
+from polling_support import clock_back, table, taken
 
 from outbox import SchemaError
 from relay.lanes import LaneTable, next_step
@@ -109,13 +109,8 @@ def test_a_dead_relay_gets_no_share_when_the_database_s_clock_goes_back(outbox_p
     dead, mine = table(outbox_postgres, "dead"), table(outbox_postgres, "mine")
     dead.beat()
     taken(dead)
-    # As after an hour: all that the server knows of the time is in rows.
+    clock_back(outbox_postgres)
     with outbox_postgres.connect(autocommit=True) as admin:
-        admin.execute(
-            "UPDATE outbox.relays SET heartbeat_at = heartbeat_at + interval '1 h',"
-            " alive_until = alive_until + interval '1 h'"
-        )
-        admin.execute("UPDATE outbox.lanes SET lease_until = lease_until + interval '1 h' WHERE owner = 'dead'")
         mine.beat()
         assert next_step(mine.distribution(), "mine") == 3
         mine.acquire(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -14,8 +14,9 @@ from outbox import Event, Outbox
 from outbox._clients.search_path import PinnedConnection
 from relay.core import loop
 from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, Unavailable
+from relay.wal import session
 from relay.wal import source as wal_source
-from relay.wal.lane import CatchingUp
+from relay.wal.lane import CatchingUp, StreamLane, StreamLanes
 from relay.wal.lane_hash import lane_of
 
 __all__ = ["outboxed"]
@@ -111,11 +112,12 @@ def test_a_turn_takes_few_statements_however_many_lanes_leave_the_table_or_meet_
     monkeypatch.setattr(PinnedConnection, "execute", counting)
     box.relay()
     assert 0 < most_asked(box.streaming) < 10
+    # There is no last feedback, so that the next relay reads all of them again.
+    monkeypatch.setattr(session.StreamSession, "_report", lambda *_: None)
     names = [f"{chr(0x100 + number)}1" for number in range(200)]
     box.add(*names)
     assert most_asked(lambda: len(box.kafka.names()) == len(names)) < 10
     box.turns(2)
-    # Without a last feedback, the next one reads all of them again.
     box.relay()
 
     def met_again() -> bool:
@@ -126,11 +128,17 @@ def test_a_turn_takes_few_statements_however_many_lanes_leave_the_table_or_meet_
     assert len(box.kafka.names()) == len(names)
 
 
+A_FAILURE_OF_LANE_0 = (
+    "INSERT INTO outbox.failures VALUES "
+    "(0, 1, gen_random_uuid(), 'Order', %s, true, 1, 'bad', now(), now(), 'infinity')"
+)
+
+
 def lose_lane_0(box: Outboxed) -> None:
     box.admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 0")
 
 
-@pytest.mark.parametrize("where", ["in the stream", "on the way out of it", "in the table"])
+@pytest.mark.parametrize("where", ["in the stream", "on the way out of it", "in the table", "on the way into it"])
 def test_a_lane_that_is_lost_is_the_only_one_to_stop(outboxed, monkeypatch, where):
     """Wherever it turns out."""
     monkeypatch.setattr(wal_source, "_LOOK_SECONDS", 0.0)
@@ -138,6 +146,8 @@ def test_a_lane_that_is_lost_is_the_only_one_to_stop(outboxed, monkeypatch, wher
     slow, quick = keys_of_lanes()
     box.relay()
     box.streams()
+    # It would notice the loss as well, and end for all lanes.
+    monkeypatch.setattr(session.StreamSession, "_report", lambda *_: None)
     match where:
         case "in the stream":
             lose_lane_0(box)
@@ -145,12 +155,20 @@ def test_a_lane_that_is_lost_is_the_only_one_to_stop(outboxed, monkeypatch, wher
         case "on the way out of it":
             # A failure makes it leave, and nothing else is there to find the loss with.
             with box.admin.transaction():
-                box.admin.execute(
-                    "INSERT INTO outbox.failures VALUES "
-                    "(0, 1, gen_random_uuid(), 'Order', %s, true, 1, 'bad', now(), now(), 'infinity')",
-                    (slow,),
-                )
+                box.admin.execute(A_FAILURE_OF_LANE_0, (slow,))
                 lose_lane_0(box)
+        case "on the way into it":
+            box.admin.execute(A_FAILURE_OF_LANE_0, (slow,))
+            box.until(lambda: not box.streaming(0), "lane 0 to be in the table")
+            enter = StreamLanes.enter_stream
+
+            def lose_and_enter(self: StreamLanes, lanes: Sequence[StreamLane]) -> None:
+                if lanes:
+                    lose_lane_0(box)
+                enter(self, lanes)
+
+            monkeypatch.setattr(StreamLanes, "enter_stream", lose_and_enter)
+            box.admin.execute("DELETE FROM outbox.failures")
         case "in the table":
             box.kafka.bad = {slow}
             box.add(f"{slow}0")
@@ -206,6 +224,24 @@ def test_a_lane_that_can_not_be_taken_over_does_not_hold_up_the_others(outboxed,
     assert box.kafka.names(slow) == [*names[slow], f"{slow}end"]
     assert box.kafka.names(quick) == [*names[quick], f"{quick}end"]
     box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    box.nothing_left()
+
+
+def test_a_locked_lane_does_not_keep_the_others_from_the_stream(outboxed):
+    box = outboxed(4)
+    box.relay()
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 3 FOR UPDATE")
+        box.until(lambda: box.streaming(0, 1, 2), "the other lanes to stream")
+        # It tries again, and is neither lost nor waited for.
+        box.turns(3)
+        assert not box.streaming(3)
+        assert box.seen.errors == []
+    names = [f"{key}1" for key in "abcdefgh"]
+    box.add(*names)
+    box.streams()
+    box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    assert sorted(box.kafka.names()) == names
     box.nothing_left()
 
 
