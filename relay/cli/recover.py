@@ -78,7 +78,7 @@ def recover(
 def _print(found: Comparison, *, dry_run: bool) -> None:
     say(f"{found.records} records were read, published since {time_text(found.since)} and some before")
     if found.others:
-        say(f"  {found.others} of them are not of this outbox's ce_source, and ignored")
+        say(f"  {found.others} of them are not of this outbox's ce_source: Kafka has not lost them, and no more")
     if found.relays:
         say(f"  {found.relays} relays run: without an archive, give --until, the time when the first one started")
     say(f"Kafka has, and Postgres has lost: {_events(found.lost)}")

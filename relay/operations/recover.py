@@ -38,7 +38,7 @@ from relay.database import unavailable_on_error
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.operations.hidden_events import HangingPartition
 from relay.operations.holding import Holding
-from relay.operations.lane_rows import content_of
+from relay.operations.lane_rows import MARGIN, content_of
 from relay.operations.reconcile import Findings, LaneComparison, Reconciler
 from relay.operations.topic_scan import TopicRecord, committed_since
 from relay.operations.trace import time_of, topics_of
@@ -55,15 +55,19 @@ _UNSETTLED: Final = "its marker names events that are not settled, and only the 
 _TABLE: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_recover",
     """CREATE TEMPORARY TABLE outbox_recover (
-           event_id uuid NOT NULL, mark text NOT NULL, content bytea, topic text NOT NULL, partition integer NOT NULL,
-           "offset" bigint NOT NULL, at timestamptz NOT NULL, written timestamptz NOT NULL, key text NOT NULL)""",
+           event_id uuid NOT NULL, mark text NOT NULL, copy boolean NOT NULL, ours boolean NOT NULL, content bytea,
+           topic text NOT NULL, partition integer NOT NULL, "offset" bigint NOT NULL, at timestamptz NOT NULL,
+           written timestamptz NOT NULL, key text NOT NULL)""",
 )
 _COPY: Final = """
-COPY pg_temp.outbox_recover (event_id, mark, content, topic, partition, "offset", at, written, key) FROM STDIN"""
+COPY pg_temp.outbox_recover (event_id, mark, copy, ours, content, topic, partition, "offset", at, written, key)
+FROM STDIN"""
 _INDEX: Final = ("CREATE INDEX ON pg_temp.outbox_recover (event_id)", "ANALYZE pg_temp.outbox_recover")
 
-_OLDEST: Final = """
-SELECT min({created_at}) FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
+# The topics too: since then a route may have changed.
+_ARCHIVED: Final = """
+SELECT min({created_at}), array_agg(DISTINCT topic) FILTER (WHERE topic IS NOT NULL)
+  FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
 
 _RELAYS: Final = "SELECT count(*) FROM {relays} WHERE alive_until > clock_timestamp()"
 
@@ -72,7 +76,7 @@ _LOST: Final = """
 SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s."offset", s.at,
        s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s
   FROM pg_temp.outbox_recover AS s
- WHERE s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s
+ WHERE s.ours AND s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s
    AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = s.event_id)
    AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.event_id = s.event_id)
    AND NOT EXISTS (SELECT FROM {scheduled} AS w WHERE w.event_id = s.event_id)
@@ -82,18 +86,20 @@ SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s
         WHERE what IN ('reconcile settles', 'recover settles'))
  ORDER BY s.event_id, s.at"""
 
+# Of any source: the setting may have changed. A replay counts as its event, a copy for a dead-letter topic does not.
 _MISSING: Final = """
-SELECT DISTINCT ON (p.event_id) p.event_id::text, p.aggregate_id, coalesce(p.topic, ''), coalesce(p.partition, -1),
-       coalesce(p."offset", -1), p.published_at
-  FROM {published} AS p
- WHERE p.published_at >= %(since)s AND p.published_at < %(until)s
-   AND NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id)
-   AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = p.event_id)
- ORDER BY p.event_id, p.published_at"""
+SELECT DISTINCT ON (p.event_id, p.copy) p.event_id::text, p.aggregate_id, coalesce(p.topic, ''),
+       coalesce(p.partition, -1), coalesce(p."offset", -1), p.published_at, p.copy
+  FROM (SELECT *, coalesce(headers ? %(dead)s, false) AS copy FROM {published}
+         WHERE published_at >= %(since)s AND published_at < %(until)s) AS p
+ WHERE NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id AND s.copy = p.copy)
+   AND NOT EXISTS (SELECT FROM {events} AS e
+                    WHERE e.event_id = p.event_id AND coalesce(e.headers ? %(dead)s, false) = p.copy)
+ ORDER BY p.event_id, p.copy, p.published_at"""
 
 _THERE: Final = """
 EXISTS (SELECT FROM pg_temp.outbox_recover AS s
-         WHERE s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
+         WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
 
 _FOUND: Final = """
 SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile AS r
@@ -102,7 +108,8 @@ SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
 _CHANGED: Final = """
 SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
  WHERE NOT {there}
-   AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = r.event_id AND s.mark = r.mark)
+   AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s
+                WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark)
  ORDER BY r.id"""
 
 _STANDING: Final = """
@@ -116,8 +123,10 @@ SELECT r.lane, r.id, r.event_id::text
 # No mark holds any more: they would be below it. Of an event that was replayed, the first row.
 _RESEND: Final = """
 WITH lost AS (
-    SELECT DISTINCT ON (event_id) tableoid AS part, ctid AS place FROM {published}
-     WHERE event_id = ANY(%(event_ids)s::uuid[]) ORDER BY event_id, id),
+    SELECT DISTINCT ON (m.event_id, m.copy) p.tableoid AS part, p.ctid AS place
+      FROM unnest(%(event_ids)s::uuid[], %(copies)s::boolean[]) AS m(event_id, copy)
+      JOIN {published} AS p ON p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy
+     ORDER BY m.event_id, m.copy, p.id),
 gone AS (
     DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*),
 unmarked AS (
@@ -131,7 +140,10 @@ _UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE id = ANY(%(ids)s::bigint[])"
 
 
 class EventPlace(NamedTuple):
-    """An event, and where it is or was on Kafka. ``at`` is Kafka's time, or that of the archive."""
+    """An event, and where it is or was on Kafka. ``at`` is Kafka's time, or that of the archive.
+
+    ``copy``: it is a copy for a dead-letter topic, which has the id of its event.
+    """
 
     event_id: str
     aggregate_id: str
@@ -139,6 +151,7 @@ class EventPlace(NamedTuple):
     partition: int
     offset: int
     at: dt.datetime
+    copy: bool = False
 
 
 class StandingRow(NamedTuple):
@@ -153,7 +166,7 @@ class StandingRow(NamedTuple):
 class Comparison:
     """The differences between an outbox and its topics; see the table above.
 
-    records     that were read; ``others`` of them are of another ``ce_source``, and ignored.
+    records     that were read; ``others`` of them are of another ``ce_source``: Kafka has not lost them, and no more.
     relays      that are running. What they have published since the restore counts as lost without an archive.
     lost        on Kafka, and in no table. ``unsure``: those that may be settled as well.
     found       rows of ``events`` that are on Kafka, by lane; ``changed``: those that have another content there.
@@ -208,7 +221,7 @@ class Recovery(Reconciler):
         if findings.hanging:
             raise OperationRefused(_hides(findings.hanging))
         bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
-        bound["archive"] = self._archive
+        bound |= {"archive": self._archive, "dead": DEAD_LETTER}
         self._rows.list_rows([state.lane for state in findings.lanes])
         read, others = self._read_topics(self._starts(bound))
         there = sql.SQL(_THERE)
@@ -266,7 +279,12 @@ class Recovery(Reconciler):
             self._note_settled("recover settles", reason, settled, {})
             if resend:
                 statement = sql.SQL(_RESEND).format(**self._names)
-                self._connection.execute(statement, {"event_ids": [event.event_id for event in found.missing]})
+                values = {
+                    "event_ids": [event.event_id for event in found.missing],
+                    "copies": [event.copy for event in found.missing],
+                    "dead": DEAD_LETTER,
+                }
+                self._connection.execute(statement, values)
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
             self.repair(Findings(found.broken, []), reason)
         else:
@@ -291,10 +309,10 @@ class Recovery(Reconciler):
 
     def _starts(self, bound: Mapping[str, Any]) -> dict[str, int]:
         """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""
-        topics = topics_of(self._client, self._router.may_write)
         # An event is settled after it is published, perhaps much later, but it is written before.
-        [(oldest,)] = self._rows.run(_OLDEST, bound, "reading the archive")
-        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - CLOCKS)
+        [(oldest, archived)] = self._rows.run(_ARCHIVED, bound, "reading the archive")
+        topics = {*topics_of(self._client, self._router.may_write), *(archived or ())}
+        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         rows = self._rows.topics(range(len(self._lanes())))
         return {topic: min(start, rows.get(topic, start)) for topic in topics}
 
@@ -304,12 +322,12 @@ class Recovery(Reconciler):
         for statement in _TABLE:
             self._rows.run(statement, None, "listing records")
         for group in committed_since(self._client, starts):
-            ours = [one for one in group if one.event_id is not None and one.source in {"", self._source}]
-            read, others = read + len(group), others + len(group) - len(ours)
+            rows = [(one, one.source in {"", self._source}) for one in group if one.event_id is not None]
+            read, others = read + len(group), others + len(group) - sum(ours for _, ours in rows)
             with unavailable_on_error("listing records"), self._connection.cursor() as cursor:
                 with cursor.copy(_COPY) as copy:
-                    for one in ours:
-                        copy.write_row(_row(one))
+                    for one, ours in rows:
+                        copy.write_row(_row(one, ours=ours))
         for statement in _INDEX:
             self._rows.run(statement, None, "listing records")
         return read, others
@@ -330,10 +348,11 @@ def _hides(hanging: Sequence[HangingPartition]) -> str:
     )
 
 
-def _row(record: TopicRecord) -> tuple[Any, ...]:
+def _row(record: TopicRecord, *, ours: bool) -> tuple[Any, ...]:
     at = min(time_of(max(record.milliseconds, 0)) or _LATEST, _LATEST)
     key = (record.key or b"").decode(errors="replace").replace("\0", "")
-    return record.event_id, record.mark, content_of(record), *record.partition, record.offset, at, _written(record), key
+    known = record.event_id, record.mark, record.copy, ours, content_of(record)
+    return *known, *record.partition, record.offset, at, _written(record), key
 
 
 def _written(record: TopicRecord) -> dt.datetime:

@@ -128,6 +128,45 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
     assert restored.left() == 2
 
 
+def resent(restored: Restored) -> list[tuple]:
+    restored.recover("--resend", "--reason", "Kafka was lost")
+    return restored.run("SELECT event_id::text, headers FROM outbox.events ORDER BY id")
+
+
+@pytest.mark.parametrize("copy_lost", [False, True])
+def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored, copy_lost):
+    """The one is lost, the other on Kafka or waiting; or both are lost, and an event whose replay is there is not."""
+    lost, waits, replayed = new_id(), new_id(), new_id()
+    copy = {"outbox-dead-letter": "large"}
+    columns, values = ", lane, id, created_at, headers", ", 1, {}, now(), '{}'"
+    for number, event_id in enumerate((lost, waits, replayed)):
+        restored.put("published", event_id, columns, values.format(-10 + number, "{}"))
+    restored.put("published", lost, columns, values.format(-5, json.dumps(copy)))
+    restored.put("events", waits, ", headers, from_relay", f", '{json.dumps(copy)}', true")
+    restored.send(replayed, headers=[("outbox-replay", "2026-01-01T00:00:00Z")])
+    if not copy_lost:
+        restored.send(lost, headers=list(copy.items()))
+    assert resent(restored) == [(lost, {}), (waits, {}), *[(lost, copy)] * copy_lost, (waits, copy)]
+
+
+@pytest.mark.parametrize("moved", ["topic", "source", "clock"])
+def test_what_is_elsewhere_on_kafka_is_not_lost(restored, moved):
+    """In the topic of a former route, under a former ce_source, or with the time of a relay whose clock was behind."""
+    event_id = new_id()
+    topic = restored.topics[0]
+    headers = [("ce_id", event_id)]
+    if moved == "topic":
+        topic = restored.kafka.create_topic(restored.kafka.name("former"))
+    if moved == "source":
+        headers.append(("ce_source", "/former"))
+    restored.put("published", event_id, ", lane, id, created_at, topic", f", 1, -1, now(), '{topic}'")
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    behind = 3 * 60 if moved == "clock" else 0
+    producer.produce(topic, b"{}", restored.key, headers=headers, timestamp=int((time.time() - behind) * 1000))
+    assert producer.flush(60) == 0
+    assert resent(restored) == []
+
+
 def test_records_of_any_program_break_nothing(restored):
     """A NUL in a header, which Postgres takes in no text, and a time in microseconds."""
     # Of other tests on this broker, whose records have such times too.
