@@ -55,6 +55,7 @@ def recover(
                 "lost": [event._asdict() for event in found.lost],
                 "unsure": [event._asdict() for event in found.unsure],
                 "missing": [event._asdict() for event in found.missing],
+                "overtaken": [event._asdict() for event in found.overtaken],
                 "settled": {str(lane): rows for lane, rows in found.found.items()},
                 "changed": found.changed,
                 "scheduled": [row.event_id for row in found.scheduled],
@@ -86,6 +87,8 @@ def _print(found: Comparison, *, dry_run: bool) -> None:
         say(f"  and perhaps, from within a minute of the point: {_events(found.unsure)}")
         say("  only an archive shows whether these were settled before it")
     say(f"Postgres has, and Kafka has lost: {_events(found.missing)}")
+    if found.overtaken:
+        say(f"  later events of their keys are on Kafka; see `outbox replay`: {_events(found.overtaken)}")
     for text, count in {
         "published already; settled, not published again": sum(map(len, found.found.values())),
         "scheduled, and published already; deleted": len(found.scheduled),

@@ -13,6 +13,8 @@ A restore takes Postgres back to a point, and Kafka keeps what was published aft
 | in ``published``    | has it                  | nothing                                                              |
 | in ``published``    | lacks it                | Kafka has lost it: named, and with ``resend`` put back into events,  |
 |                     |                         | under its own row id: before the later events of its key, which wait |
+|                     | lacks it, and has a     | overtaken: named, and left to `outbox replay`, as it would come      |
+|                     | later one of its key    | behind that one                                                      |
 | nowhere             | has it                  | Postgres has lost it: named, as consumers may have applied it        |
 
 An event is lost for sure if it was written after the point, by the database's clock, or published well after it: if it
@@ -88,14 +90,36 @@ SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s
 
 # Of any source: the setting may have changed. A replay counts as its event, a copy for a dead-letter topic does not.
 _MISSING: Final = """
-SELECT DISTINCT ON (p.event_id, p.copy) p.event_id::text, p.aggregate_id, coalesce(p.topic, ''),
-       coalesce(p.partition, -1), coalesce(p."offset", -1), p.published_at, p.copy
-  FROM (SELECT *, coalesce(headers ? %(dead)s, false) AS copy FROM {published}
-         WHERE published_at >= %(since)s AND published_at < %(until)s) AS p
- WHERE NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id AND s.copy = p.copy)
-   AND NOT EXISTS (SELECT FROM {events} AS e
-                    WHERE e.event_id = p.event_id AND coalesce(e.headers ? %(dead)s, false) = p.copy)
- ORDER BY p.event_id, p.copy, p.published_at"""
+WITH missing AS MATERIALIZED (
+    SELECT DISTINCT ON (p.event_id, p.copy) p.*
+      FROM (SELECT *, coalesce(headers ? %(dead)s, false) AS copy FROM {published}
+             WHERE published_at >= %(since)s AND published_at < %(until)s) AS p
+     WHERE NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id AND s.copy = p.copy)
+       AND NOT EXISTS (SELECT FROM {events} AS e
+                        WHERE e.event_id = p.event_id AND coalesce(e.headers ? %(dead)s, false) = p.copy)
+     ORDER BY p.event_id, p.copy, p.published_at),
+held AS (
+    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {published}
+     UNION ALL
+    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {events}
+     UNION ALL
+    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {dead_letters}),
+there AS (
+    SELECT aggregate_type, aggregate_id, k.copy, min(h.id) AS first_id
+      FROM (SELECT DISTINCT aggregate_type, aggregate_id, copy FROM missing) AS k
+      JOIN held AS h USING (aggregate_type, aggregate_id)
+     WHERE coalesce(h.headers ? %(dead)s, false) = k.copy
+       AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = h.event_id AND s.copy = k.copy)
+     GROUP BY aggregate_type, aggregate_id, k.copy, h.event_id),
+last AS (
+    SELECT aggregate_type, aggregate_id, copy, max(first_id) AS id FROM there
+     GROUP BY aggregate_type, aggregate_id, copy)
+SELECT m.event_id::text, m.aggregate_id, coalesce(m.topic, ''), coalesce(m.partition, -1), coalesce(m."offset", -1),
+       m.published_at, m.copy,
+       coalesce(last.id > (SELECT min(p.id) FROM {published} AS p
+                            WHERE p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy), false)
+  FROM missing AS m LEFT JOIN last USING (aggregate_type, aggregate_id, copy)
+ ORDER BY m.event_id, m.copy"""
 
 _THERE: Final = """
 EXISTS (SELECT FROM pg_temp.outbox_recover AS s
@@ -170,7 +194,7 @@ class Comparison:
     relays      that are running. What they have published since the restore counts as lost without an archive.
     lost        on Kafka, and in no table. ``unsure``: those that may be settled as well.
     found       rows of ``events`` that are on Kafka, by lane; ``changed``: those that have another content there.
-    missing     in the archive, and not on Kafka.
+    missing     in the archive, and not on Kafka; ``overtaken``: those of them whose key has later events on Kafka.
     """
 
     since: dt.datetime
@@ -185,6 +209,7 @@ class Comparison:
     scheduled: Sequence[StandingRow]
     dead: Sequence[StandingRow]
     missing: Sequence[EventPlace]
+    overtaken: Sequence[EventPlace]
     lanes: Sequence[LaneComparison]
 
     @property
@@ -235,6 +260,12 @@ class Recovery(Reconciler):
 
         [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
         lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")
+        missing = [
+            (EventPlace(*place), overtaken)
+            for *place, overtaken in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")
+        ]
+        # What Postgres has lost is later than all that it has.
+        later = {(topic, key) for _, key, topic, *_ in lost}
         return Comparison(
             since,
             until,
@@ -247,17 +278,25 @@ class Recovery(Reconciler):
             [event_id for (event_id,) in compared(_CHANGED)],
             standing("scheduled", sql.SQL("0")),
             standing("dead_letters", sql.Identifier("lane")),
-            [EventPlace(*row) for row in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")],
+            [event for event, _ in missing],
+            [
+                event
+                for event, overtaken in missing
+                if overtaken or (not event.copy and (event.topic, event.aggregate_id) in later)
+            ],
             findings.lanes,
         )
 
     def recover(self, found: Comparison, reason: str, *, resend: bool = False) -> Sequence[str]:
         """Settle what is on Kafka, so that nothing is published again, and let the lanes go on.
 
-        ``resend``: put back what Kafka has lost; a source wal must then read the tables anew. Returns the ids of dead
-        letters that another transaction had locked: they were left as they are. Lanes of an exactly-once outbox get new
-        markers. Raises OperationRefused when another process took one, and with ``resend`` while relays run.
+        ``resend``: put back what Kafka has lost, except what was overtaken; a source wal must then read the tables
+        anew. Returns the ids of dead letters that another transaction had locked: they were left as they are. Lanes of
+        an exactly-once outbox get new markers. Raises OperationRefused when another process took one, and with
+        ``resend`` while relays run.
         """
+        overtaken = {(event.event_id, event.copy) for event in found.overtaken}
+        back = [event for event in found.missing if (event.event_id, event.copy) not in overtaken]
         if resend and found.relays:
             raise OperationRefused(
                 f"{found.relays} relays run: they could publish later events of a key before those that are put back. "
@@ -269,6 +308,7 @@ class Recovery(Reconciler):
             "lanes": [state.lane for state in found.broken],
             "lost": len(found.lost),
             "missing": len(found.missing),
+            "overtaken": len(found.overtaken),
             "resend": resend,
             "event_ids_lost": [event.event_id for event in found.lost[:_AUDIT_IDS]],
         }
@@ -280,8 +320,8 @@ class Recovery(Reconciler):
             if resend:
                 statement = sql.SQL(_RESEND).format(**self._names)
                 values = {
-                    "event_ids": [event.event_id for event in found.missing],
-                    "copies": [event.copy for event in found.missing],
+                    "event_ids": [event.event_id for event in back],
+                    "copies": [event.copy for event in back],
                     "dead": DEAD_LETTER,
                 }
                 self._connection.execute(statement, values)

@@ -139,7 +139,7 @@ def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored, copy_lost):
     lost, waits, replayed = new_id(), new_id(), new_id()
     copy = {"outbox-dead-letter": "large"}
     columns, values = ", lane, id, created_at, headers", ", 1, {}, now(), '{}'"
-    for number, event_id in enumerate((lost, waits, replayed)):
+    for number, event_id in enumerate((replayed, lost, waits)):
         restored.put("published", event_id, columns, values.format(-10 + number, "{}"))
     restored.put("published", lost, columns, values.format(-5, json.dumps(copy)))
     restored.put("events", waits, ", headers, from_relay", f", '{json.dumps(copy)}', true")
@@ -147,6 +147,33 @@ def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored, copy_lost):
     if not copy_lost:
         restored.send(lost, headers=list(copy.items()))
     assert resent(restored) == [(lost, {}), (waits, {}), *[(lost, copy)] * copy_lost, (waits, copy)]
+
+
+@pytest.mark.parametrize("later", ["archived", "waits", "lost"])
+def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restored, later):
+    """The later event is in the archive, not settled yet, or lost by Postgres. Others of the key are put back."""
+    overtaken, between, on_kafka, last, other = (new_id() for _ in range(5))
+    columns, values = ", lane, id, created_at, topic", ", 1, {}, now(), '" + restored.topics[0] + "'"
+    for number, event_id in enumerate((overtaken, between)):
+        restored.put("published", event_id, columns, values.format(-10 + number))
+    if later == "archived":
+        restored.put("published", on_kafka, columns, values.format(-8))
+        restored.put("published", last, columns, values.format(-7))
+        # Replays count as their events.
+        restored.put("published", overtaken, columns, values.format(-6))
+    elif later == "waits":
+        restored.put("events", on_kafka)
+    restored.send(on_kafka)
+    key, restored.key = restored.key, f"{restored.key}-other"
+    restored.put("published", other, columns, values.format(-9))
+    restored.key = key
+    found = restored.recover("--dry-run", status=1)
+    assert ids(found["overtaken"]) == {overtaken, between}
+    put_back = {other, *([last] if later == "archived" else [])}
+    assert ids(found["missing"]) == {overtaken, between, *put_back}
+    shown = restored.command("recover", "--since", restored.since, "--dry-run", settings=ARCHIVE).stdout
+    assert "later events of their keys are on Kafka; see `outbox replay`: 2 events" in shown
+    assert {event_id for event_id, _ in resent(restored)} == put_back
 
 
 @pytest.mark.parametrize("moved", ["topic", "source", "clock"])
