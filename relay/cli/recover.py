@@ -40,14 +40,14 @@ def recover(
     """
     from relay.cli.relay import reconciler_settings
     from relay.operations.dead_letters import locked as error_of_locked
-    from relay.operations.recover import Recovery
+    from relay.operations.recover import Recovered, Recovery
 
     why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)
     start, end = as_utc(since), as_utc(until) or dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
     assert start is not None
     with closing(Recovery(reconciler_settings(database_url))) as recovery:
         found = recovery.compare(start, end)
-        locked = [] if dry_run else recovery.recover(found, why, resend=resend)
+        done = Recovered(0, []) if dry_run else recovery.recover(found, why, resend=resend)
     if as_json:
         print_json(
             {
@@ -60,18 +60,19 @@ def recover(
                 "changed": found.changed,
                 "scheduled": [row.event_id for row in found.scheduled],
                 "dead_letters": [row.event_id for row in found.dead],
-                "locked": locked,
+                "locked": done.locked,
                 "lanes": found.lanes,
                 "dry_run": dry_run,
                 "resend": resend,
+                "resent": done.resent,
             }
         )
     else:
         _print(found, dry_run=dry_run)
-        if resend and not dry_run and found.missing:
-            say(f"{len(found.missing)} events were put back into the outbox, to be published again")
-    if locked:
-        raise error_of_locked(locked)
+        if done.resent:
+            say(f"{done.resent} events were put back into the outbox, to be published again")
+    if done.locked:
+        raise error_of_locked(done.locked)
     if dry_run and found.differs:
         raise typer.Exit(1)
 

@@ -41,7 +41,7 @@ from relay.operations.dead_letters import DeadLetters, Selection
 from relay.operations.hidden_events import HangingPartition
 from relay.operations.holding import Holding
 from relay.operations.lane_rows import MARGIN, content_of
-from relay.operations.reconcile import Findings, LaneComparison, Reconciler
+from relay.operations.reconcile import LOCK_SECONDS, Findings, LaneComparison, Reconciler
 from relay.operations.topic_scan import TopicRecord, committed_since
 from relay.operations.trace import time_of, topics_of
 
@@ -71,7 +71,13 @@ _ARCHIVED: Final = """
 SELECT min({created_at}), array_agg(DISTINCT topic) FILTER (WHERE topic IS NOT NULL)
   FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
 
-_RELAYS: Final = "SELECT count(*) FROM {relays} WHERE alive_until > clock_timestamp()"
+_RELAYS: Final = "SELECT count(*) FROM {relays} WHERE {alive}"
+
+# A relay that takes, renews or releases a lane changes its row.
+_LANES: Final = "SELECT l::text FROM {lanes} AS l ORDER BY lane"
+_LOCK_LANES: Final = """
+SELECT l::text, lane, owner, lease_until::text, lease_until >= clock_timestamp() FROM {lanes} AS l
+ ORDER BY lane FOR UPDATE"""
 
 # What reconcile and this have settled without an archive is in the audit only.
 _LOST: Final = """
@@ -144,7 +150,11 @@ SELECT r.lane, r.id, r.event_id::text
           FROM {table}) AS r
  WHERE {there} ORDER BY event_id, id"""
 
-# No mark holds any more: they would be below it. Of an event that was replayed, the first row.
+# No mark holds any more, and no epoch: a relay that wakes up has a mark too. Rows that are put back are in the stream
+# behind those that wait.
+_READ_ALL: Final = "UPDATE {lanes} SET {released}, low_water_mark = NULL, mark_failures = NULL, streaming = false"
+
+# Of an event that was replayed, the first row.
 _RESEND: Final = """
 WITH lost AS (
     SELECT DISTINCT ON (m.event_id, m.copy) p.tableoid AS part, p.ctid AS place
@@ -152,9 +162,7 @@ WITH lost AS (
       JOIN {published} AS p ON p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy
      ORDER BY m.event_id, m.copy, p.id),
 gone AS (
-    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*),
-unmarked AS (
-    UPDATE {lanes} SET low_water_mark = NULL, mark_failures = NULL WHERE lane IN (SELECT lane FROM gone))
+    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*)
 INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
                       created_at, from_relay) OVERRIDING SYSTEM VALUE
 SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
@@ -184,6 +192,16 @@ class StandingRow(NamedTuple):
     lane: int
     id: int
     event_id: str
+
+
+class Recovered(NamedTuple):
+    """What was done: events that were put back, and ids of dead letters that another transaction had locked.
+
+    These were left as they are.
+    """
+
+    resent: int
+    locked: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +255,14 @@ class Comparison:
 class Recovery(Reconciler):
     """Compares everything that was published since a time. Raises what Reconciler raises."""
 
+    _seen: Sequence[Any] = ()
+
     def compare(self, since: dt.datetime, until: dt.datetime) -> Comparison:
         """Return the differences. ``since`` is the point of the restore; only records of our ``ce_source`` count.
 
         Raises OperationRefused while a transaction is open in a topic of events: it hides what Kafka has behind it.
         """
+        self._seen = self._rows.run(_LANES, (), "reading lanes")
         findings = self.look(search=False)
         if findings.hanging:
             raise OperationRefused(_hides(findings.hanging))
@@ -287,21 +308,13 @@ class Recovery(Reconciler):
             findings.lanes,
         )
 
-    def recover(self, found: Comparison, reason: str, *, resend: bool = False) -> Sequence[str]:
+    def recover(self, found: Comparison, reason: str, *, resend: bool = False) -> Recovered:
         """Settle what is on Kafka, so that nothing is published again, and let the lanes go on.
 
-        ``resend``: put back what Kafka has lost, except what was overtaken; a source wal must then read the tables
-        anew. Returns the ids of dead letters that another transaction had locked: they were left as they are. Lanes of
-        an exactly-once outbox get new markers. Raises OperationRefused when another process took one, and with
-        ``resend`` while relays run.
+        ``resend``: put back what Kafka has lost, except what was overtaken. Lanes of an exactly-once outbox get new
+        markers. Raises OperationRefused when another process took one, and with ``resend`` while relays run or if one
+        has run since the comparison: then nothing is changed.
         """
-        overtaken = {(event.event_id, event.copy) for event in found.overtaken}
-        back = [event for event in found.missing if (event.event_id, event.copy) not in overtaken]
-        if resend and found.relays:
-            raise OperationRefused(
-                f"{found.relays} relays run: they could publish later events of a key before those that are put back. "
-                "Stop them, and run this again"
-            )
         details = {
             "since": found.since.isoformat(),
             "until": found.until.isoformat(),
@@ -314,17 +327,10 @@ class Recovery(Reconciler):
         }
         settled = [event_id for rows in found.found.values() for event_id in rows]
         settled += [row.event_id for row in (*found.scheduled, *found.dead)]
-        with unavailable_on_error("writing the audit"), self._connection.transaction():
-            self._note("recover", reason, details)
+        with unavailable_on_error("putting back what Kafka has lost"), self._connection.transaction():
+            resent = self._resend(found) if resend else 0
+            self._note("recover", reason, details | {"resent": resent})
             self._note_settled("recover settles", reason, settled, {})
-            if resend:
-                statement = sql.SQL(_RESEND).format(**self._names)
-                values = {
-                    "event_ids": [event.event_id for event in back],
-                    "copies": [event.copy for event in back],
-                    "dead": DEAD_LETTER,
-                }
-                self._connection.execute(statement, values)
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
             self.repair(Findings(found.broken, []), reason)
         else:
@@ -332,10 +338,41 @@ class Recovery(Reconciler):
         if found.scheduled:
             self._rows.run(_UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events")
         if not found.dead:
-            return []
+            return Recovered(resent, [])
         letters = DeadLetters(self._connection, self._schema)
         chosen = Selection(rows=[(row.lane, row.id) for row in found.dead])
-        return letters.discard(chosen, f"it is on Kafka: {reason}").locked
+        return Recovered(resent, letters.discard(chosen, f"it is on Kafka: {reason}").locked)
+
+    def _resend(self, found: Comparison) -> int:
+        """Put back what Kafka has lost, while the lanes' rows are locked. Returns the number of events."""
+        overtaken = {(event.event_id, event.copy) for event in found.overtaken}
+        back = [event for event in found.missing if (event.event_id, event.copy) not in overtaken]
+        if not back:
+            return 0
+        self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_SECONDS}s",))
+        lanes = self._rows.run(_LOCK_LANES, (), "locking the lanes")
+        [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
+        before = "later events of a key could be published before those that are put back"
+        if relays:
+            raise OperationRefused(f"{relays} relays run: {before}. Stop them, and run this again")
+        for _, lane, owner, lease_until, held in lanes:
+            if held:
+                raise OperationRefused(
+                    f"{owner} holds lane {lane} until {lease_until}: {before}. Stop it, or wait until then, and run "
+                    f"this again; if it is gone for good: `outbox relay release {lane}`"
+                )
+        if [row[:1] for row in lanes] != list(self._seen):
+            raise OperationRefused(
+                "relays have changed the lanes since the comparison began: they may have published later events of a "
+                "key. Run this again"
+            )
+        self._rows.run(_READ_ALL, (), "releasing the lanes")
+        values = {
+            "event_ids": [event.event_id for event in back],
+            "copies": [event.copy for event in back],
+            "dead": DEAD_LETTER,
+        }
+        return self._connection.execute(sql.SQL(_RESEND).format(**self._names), values).rowcount
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""

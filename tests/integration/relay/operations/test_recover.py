@@ -5,11 +5,13 @@ Real restores: tests/acceptance/runbooks/test_restores.py.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import signal
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -17,6 +19,10 @@ import pytest
 from confluent_kafka import Producer
 from hostile_messages import TOPIC
 from reconcile_support import Outbox, outbox
+
+from outbox.errors import OperationRefused
+from relay.config import Delivery, Settings
+from relay.operations.recover import Recovery
 
 __all__ = ["outbox"]
 
@@ -112,7 +118,7 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
     for number in (-2, -1):
         restored.put("published", missing, ", lane, id, created_at", f", 1, {number}, now()")
     restored.put("events", waiting)
-    restored.run("UPDATE outbox.lanes SET low_water_mark = 1000, mark_failures = 'x'")
+    restored.run("UPDATE outbox.lanes SET low_water_mark = 1000, mark_failures = 'x', streaming = true, source = 'wal'")
     restored.run("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')")
     refused = restored.command("recover", "--since", restored.since, "--resend", "--reason", "x", settings=ARCHIVE)
     assert (refused.returncode, "1 relays run" in refused.stderr) == (1, True), refused.stderr
@@ -122,8 +128,9 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
     assert restored.run("SELECT id, event_id::text FROM outbox.events ORDER BY id")[0] == (-2, missing)
     assert restored.left() == 2
     assert restored.run("SELECT id FROM outbox.published") == [(-1,)]
-    assert restored.run("SELECT low_water_mark FROM outbox.lanes WHERE lane = 1") == [(None,)]
-    assert restored.run("SELECT low_water_mark FROM outbox.lanes WHERE lane = 0") == [(1000,)]
+    # Those of all lanes: their number may have changed since.
+    state = "SELECT DISTINCT low_water_mark, mark_failures, streaming, epoch FROM outbox.lanes"
+    assert restored.run(state) == [(None, None, False, 2)]
     assert restored.recover("--resend", "--reason", "again")["missing"] == []
     assert restored.left() == 2
 
@@ -147,6 +154,36 @@ def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored, copy_lost):
     if not copy_lost:
         restored.send(lost, headers=list(copy.items()))
     assert resent(restored) == [(lost, {}), (waits, {}), *[(lost, copy)] * copy_lost, (waits, copy)]
+
+
+@pytest.mark.parametrize("when", ["holds", "starts", "was there"])
+def test_nothing_is_put_back_beside_a_relay(restored, when):
+    """One that holds a lane still, that starts after the comparison, or that came and went meanwhile."""
+    restored.put("published", new_id(), ", lane, id, created_at", ", 1, -1, now()")
+    relay: dict[str, Any] = {"archive_days": 7}
+    kafka: dict[str, Any] = {"bootstrap_servers": restored.kafka.bootstrap_servers}
+    settings = Settings(
+        database_url=restored.url, name=restored.name, delivery=Delivery.EXACTLY_ONCE, relay=relay, kafka=kafka
+    )
+    with closing(Recovery(settings)) as recovery:
+        since = dt.datetime.fromisoformat(restored.since + "+00:00")
+        found = recovery.compare(since, since + dt.timedelta(days=1))
+        refused = {
+            "holds": "r holds lane 2 until .*`outbox relay release 2`",
+            "starts": "1 relays run",
+            "was there": "relays have changed the lanes since",
+        }
+        if when == "holds":
+            restored.run("UPDATE outbox.lanes SET owner = 'r', lease_until = 'infinity' WHERE lane = 2")
+        elif when == "starts":
+            restored.run("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')")
+        else:
+            restored.run("UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 2")
+        with pytest.raises(OperationRefused, match=refused[when]):
+            recovery.recover(found, "Kafka was lost", resend=True)
+    assert restored.left() == 0
+    assert restored.run("SELECT count(*) FROM outbox.published") == [(1,)]
+    assert restored.run("SELECT FROM outbox.audit") == []
 
 
 @pytest.mark.parametrize("later", ["archived", "waits", "lost"])
