@@ -47,7 +47,7 @@ def recover(
     assert start is not None
     with closing(Recovery(reconciler_settings(database_url))) as recovery:
         found = recovery.compare(start, end)
-        done = Recovered(0, []) if dry_run else recovery.recover(found, why, resend=resend)
+        done = Recovered(found.found, 0, []) if dry_run else recovery.recover(found, why, resend=resend)
     if as_json:
         print_json(
             {
@@ -56,7 +56,7 @@ def recover(
                 "unsure": [event._asdict() for event in found.unsure],
                 "missing": [event._asdict() for event in found.missing],
                 "overtaken": [event._asdict() for event in found.overtaken],
-                "settled": {str(lane): rows for lane, rows in found.found.items()},
+                "settled": {str(lane): rows for lane, rows in done.settled.items()},
                 "changed": found.changed,
                 "scheduled": [row.event_id for row in found.scheduled],
                 "dead_letters": [row.event_id for row in found.dead],
@@ -68,7 +68,7 @@ def recover(
             }
         )
     else:
-        _print(found, dry_run=dry_run)
+        _print(found, sum(map(len, done.settled.values())), dry_run=dry_run)
         if done.resent:
             say(f"{done.resent} events were put back into the outbox, to be published again")
     if done.locked:
@@ -77,7 +77,7 @@ def recover(
         raise typer.Exit(1)
 
 
-def _print(found: Comparison, *, dry_run: bool) -> None:
+def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
     say(f"{found.records} records were read, published since {time_text(found.since)} and some before")
     if found.others:
         say(f"  {found.others} of them are not of this outbox's ce_source: Kafka has not lost them, and no more")
@@ -91,7 +91,7 @@ def _print(found: Comparison, *, dry_run: bool) -> None:
     if found.overtaken:
         say(f"  later events of their keys are on Kafka; see `outbox replay`: {_events(found.overtaken)}")
     for text, count in {
-        "published already; settled, not published again": sum(map(len, found.found.values())),
+        "published already; settled, not published again": settled,
         "scheduled, and published already; deleted": len(found.scheduled),
         "dead letters that were retried and published; discarded": len(found.dead),
         "events with the id of another event on Kafka; published, but consumers may drop them": len(found.changed),

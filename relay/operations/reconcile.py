@@ -242,8 +242,7 @@ class Reconciler:
             broken |= self._decide_events(holding, undecided, events)
         if not broken:
             return []
-        self._rows.list_rows(list(holding.epochs))
-        self._rows.search(self._rows.topics(list(holding.epochs)))
+        self._find(list(holding.epochs))
         failpoint("reconcile.searched")
         found = self._rows.found()
         self._audit_found(found, reason)
@@ -268,6 +267,11 @@ class Reconciler:
             LaneComparison(lane, marker.batch, marker.batch, None, rows.get(lane, 0), found.get(lane, 0))
             for lane, marker in fresh.items()
         ]
+
+    def _find(self, lanes: Sequence[int]) -> None:
+        """List the rows of lanes that are held, and find those on Kafka."""
+        self._rows.list_rows(lanes)
+        self._rows.search(self._rows.topics(lanes))
 
     # -- looking
 

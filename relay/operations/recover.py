@@ -135,6 +135,8 @@ _FOUND: Final = """
 SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile AS r
  WHERE {there} GROUP BY lane ORDER BY lane"""
 
+_MARK_FOUND: Final = "UPDATE pg_temp.outbox_reconcile AS r SET found = true WHERE NOT found AND {there}"
+
 _CHANGED: Final = """
 SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
  WHERE NOT {there}
@@ -195,11 +197,12 @@ class StandingRow(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """What was done: events that were put back, and ids of dead letters that another transaction had locked.
+    """What was done: rows of ``events`` that were settled, by lane; and the number of those that were put back.
 
-    These were left as they are.
+    ``locked``: ids of dead letters that another transaction had locked. They were left as they are.
     """
 
+    settled: Mapping[int, Sequence[str]]
     resent: int
     locked: Sequence[str]
 
@@ -325,23 +328,23 @@ class Recovery(Reconciler):
             "resend": resend,
             "event_ids_lost": [event.event_id for event in found.lost[:_AUDIT_IDS]],
         }
-        settled = [event_id for rows in found.found.values() for event_id in rows]
-        settled += [row.event_id for row in (*found.scheduled, *found.dead)]
         with unavailable_on_error("putting back what Kafka has lost"), self._connection.transaction():
             resent = self._resend(found) if resend else 0
             self._note("recover", reason, details | {"resent": resent})
-            self._note_settled("recover settles", reason, settled, {})
+            standing = [row.event_id for row in (*found.scheduled, *found.dead)]
+            self._note_settled("recover settles", reason, standing, {})
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
             self.repair(Findings(found.broken, []), reason)
         else:
             self._settle([state.lane for state in found.broken], reason)
+        settled = {lane: self._rows.found_ids(lane) for lane in sorted(self._rows.found())}
         if found.scheduled:
             self._rows.run(_UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events")
         if not found.dead:
-            return Recovered(resent, [])
+            return Recovered(settled, resent, [])
         letters = DeadLetters(self._connection, self._schema)
         chosen = Selection(rows=[(row.lane, row.id) for row in found.dead])
-        return Recovered(resent, letters.discard(chosen, f"it is on Kafka: {reason}").locked)
+        return Recovered(settled, resent, letters.discard(chosen, f"it is on Kafka: {reason}").locked)
 
     def _resend(self, found: Comparison) -> int:
         """Put back what Kafka has lost, while the lanes' rows are locked. Returns the number of events."""
@@ -378,11 +381,15 @@ class Recovery(Reconciler):
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
         with Holding(self._connect, self._names) as holding:
             self._take(holding, lanes)
-            self._rows.list_rows(lanes)
-            self._rows.search(self._rows.topics(lanes))
+            self._find(lanes)
             self._audit_found(self._rows.found(), reason)
             for lane in lanes:
                 self._rows.settle(lane, holding.values([lane]))
+
+    def _find(self, lanes: Sequence[int]) -> None:
+        """Find what the comparison has found, too: it began earlier, and read more topics."""
+        super()._find(lanes)
+        self._rows.run(_MARK_FOUND, None, "noting what stands on Kafka", there=sql.SQL(_THERE))
 
     def _starts(self, bound: Mapping[str, Any]) -> dict[str, int]:
         """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""

@@ -231,6 +231,24 @@ def test_what_is_elsewhere_on_kafka_is_not_lost(restored, moved):
     assert resent(restored) == []
 
 
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_what_a_relay_published_by_a_clock_hours_behind_is_settled(restored, delivery):
+    """With a time that is earlier by the difference. What is printed and audited is what was settled."""
+    restored.put("events", event_id := new_id())
+    if delivery == "exactly-once":
+        restored.run("UPDATE outbox.lanes SET last_batch = 1")
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    behind = int((time.time() - 3 * 3600) * 1000)
+    producer.produce(restored.topics[0], b'{"n": 1}', restored.key, headers=[("ce_id", event_id)], timestamp=behind)
+    assert producer.flush(60) == 0
+    hours = dt.datetime.fromisoformat(restored.since) - dt.timedelta(hours=4)
+    restored.since = hours.isoformat()
+    assert restored.recover("--reason", "a clock")["settled"] == {"1": [event_id]}
+    assert restored.left() == 0
+    audited = "SELECT details -> 'event_ids_on_kafka' FROM outbox.audit WHERE what LIKE '%% settles'"
+    assert restored.run(audited) == [([event_id],)]
+
+
 def test_records_of_any_program_break_nothing(restored):
     """A NUL in a header, which Postgres takes in no text, and a time in microseconds."""
     # Of other tests on this broker, whose records have such times too.
