@@ -122,8 +122,9 @@ last AS (
      GROUP BY aggregate_type, aggregate_id, copy)
 SELECT m.event_id::text, m.aggregate_id, coalesce(m.topic, ''), coalesce(m.partition, -1), coalesce(m."offset", -1),
        m.published_at, m.copy,
-       coalesce(last.id > (SELECT min(p.id) FROM {published} AS p
-                            WHERE p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy), false)
+       last.id IS NOT NULL AND last.id > (
+           SELECT min(p.id) FROM {published} AS p
+            WHERE p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy)
   FROM missing AS m LEFT JOIN last USING (aggregate_type, aggregate_id, copy)
  ORDER BY m.event_id, m.copy"""
 
