@@ -40,14 +40,14 @@ def recover(
     """
     from relay.cli.relay import reconciler_settings
     from relay.operations.dead_letters import locked as error_of_locked
-    from relay.operations.recover import Recovery
+    from relay.operations.recover import Recovered, Recovery
 
     why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)
     start, end = as_utc(since), as_utc(until) or dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
     assert start is not None
     with closing(Recovery(reconciler_settings(database_url))) as recovery:
         found = recovery.compare(start, end)
-        locked = [] if dry_run else recovery.recover(found, why, resend=resend)
+        done = Recovered(found.found, 0, []) if dry_run else recovery.recover(found, why, resend=resend)
     if as_json:
         print_json(
             {
@@ -55,30 +55,32 @@ def recover(
                 "lost": [event._asdict() for event in found.lost],
                 "unsure": [event._asdict() for event in found.unsure],
                 "missing": [event._asdict() for event in found.missing],
-                "settled": {str(lane): rows for lane, rows in found.found.items()},
+                "overtaken": [event._asdict() for event in found.overtaken],
+                "settled": {str(lane): rows for lane, rows in done.settled.items()},
                 "changed": found.changed,
                 "scheduled": [row.event_id for row in found.scheduled],
                 "dead_letters": [row.event_id for row in found.dead],
-                "locked": locked,
+                "locked": done.locked,
                 "lanes": found.lanes,
                 "dry_run": dry_run,
                 "resend": resend,
+                "resent": done.resent,
             }
         )
     else:
-        _print(found, dry_run=dry_run)
-        if resend and not dry_run and found.missing:
-            say(f"{len(found.missing)} events were put back into the outbox, to be published again")
-    if locked:
-        raise error_of_locked(locked)
+        _print(found, sum(map(len, done.settled.values())), dry_run=dry_run)
+        if done.resent:
+            say(f"{done.resent} events were put back into the outbox, to be published again")
+    if done.locked:
+        raise error_of_locked(done.locked)
     if dry_run and found.differs:
         raise typer.Exit(1)
 
 
-def _print(found: Comparison, *, dry_run: bool) -> None:
+def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
     say(f"{found.records} records were read, published since {time_text(found.since)} and some before")
     if found.others:
-        say(f"  {found.others} of them are not of this outbox's ce_source, and ignored")
+        say(f"  {found.others} of them are not of this outbox's ce_source: Kafka has not lost them, and no more")
     if found.relays:
         say(f"  {found.relays} relays run: without an archive, give --until, the time when the first one started")
     say(f"Kafka has, and Postgres has lost: {_events(found.lost)}")
@@ -86,8 +88,10 @@ def _print(found: Comparison, *, dry_run: bool) -> None:
         say(f"  and perhaps, from within a minute of the point: {_events(found.unsure)}")
         say("  only an archive shows whether these were settled before it")
     say(f"Postgres has, and Kafka has lost: {_events(found.missing)}")
+    if found.overtaken:
+        say(f"  later events of their keys are on Kafka; see `outbox replay`: {_events(found.overtaken)}")
     for text, count in {
-        "published already; settled, not published again": sum(map(len, found.found.values())),
+        "published already; settled, not published again": settled,
         "scheduled, and published already; deleted": len(found.scheduled),
         "dead letters that were retried and published; discarded": len(found.dead),
         "events with the id of another event on Kafka; published, but consumers may drop them": len(found.changed),

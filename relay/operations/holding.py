@@ -40,8 +40,7 @@ SELECT owner, lease_until::text,
 
 # The epoch too: a relay that still holds the lane must not settle or renew. The row still names the ids to fence.
 _RELEASE: Final = """
-UPDATE {lanes} SET owner = NULL, epoch = epoch + 1, lease_until = '-infinity'
- WHERE lane = %s"""
+UPDATE {lanes} SET {released} WHERE lane = %s"""
 
 
 def taken(lane: int) -> OperationRefused:

@@ -20,7 +20,7 @@ from relay.operations.holding import LEASE_SECONDS, taken
 from relay.operations.topic_scan import TopicRecord, committed_since
 from relay.polling.queries import KEPT
 
-_MARGIN: Final = dt.timedelta(hours=1)
+MARGIN: Final = dt.timedelta(hours=1)
 """Messages have the relay's clock, rows the database's."""
 _SETTLE_ROWS: Final = 10_000
 
@@ -125,7 +125,7 @@ class LaneRows:
             except NoRoute:
                 continue
             oldest[topic] = min(oldest.get(topic, created_at), created_at)
-        return {topic: max(int((since - _MARGIN).timestamp() * 1000), 0) for topic, since in oldest.items()}
+        return {topic: max(int((since - MARGIN).timestamp() * 1000), 0) for topic, since in oldest.items()}
 
     def search(self, topics: Mapping[str, int]) -> None:
         """Mark the listed rows that are on Kafka.

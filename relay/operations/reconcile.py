@@ -57,7 +57,7 @@ from relay.parts import build_router
 from relay.settle.statements import names_of
 from relay.wal.replication import Replication, lsn_text
 
-_LOCK_SECONDS: Final = 10
+LOCK_SECONDS: Final = 10
 _KAFKA_SECONDS: Final = 30.0
 _AUDIT_IDS: Final = 10_000
 
@@ -242,8 +242,7 @@ class Reconciler:
             broken |= self._decide_events(holding, undecided, events)
         if not broken:
             return []
-        self._rows.list_rows(list(holding.epochs))
-        self._rows.search(self._rows.topics(list(holding.epochs)))
+        self._find(list(holding.epochs))
         failpoint("reconcile.searched")
         found = self._rows.found()
         self._audit_found(found, reason)
@@ -268,6 +267,11 @@ class Reconciler:
             LaneComparison(lane, marker.batch, marker.batch, None, rows.get(lane, 0), found.get(lane, 0))
             for lane, marker in fresh.items()
         ]
+
+    def _find(self, lanes: Sequence[int]) -> None:
+        """List the rows of lanes that are held, and find those on Kafka."""
+        self._rows.list_rows(lanes)
+        self._rows.search(self._rows.topics(lanes))
 
     # -- looking
 
@@ -369,7 +373,7 @@ class Reconciler:
     def _take(self, holding: Holding, lanes: Collection[int]) -> None:
         for lane in sorted(lanes):
             with unavailable_on_error(f"taking lane {lane}"), self._connection.transaction():
-                self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{_LOCK_SECONDS}s",))
+                self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_SECONDS}s",))
                 try:
                     row = self._connection.execute(
                         sql.SQL(_TAKE).format(**self._names),
@@ -378,7 +382,7 @@ class Reconciler:
                 except errors.LockNotAvailable as error:
                     raise OperationRefused(
                         f"lane {lane}: another session has its row in outbox.lanes locked for more than "
-                        f"{_LOCK_SECONDS} s; find it in pg_stat_activity, end it, and run this again"
+                        f"{LOCK_SECONDS} s; find it in pg_stat_activity, end it, and run this again"
                     ) from error
             if row is None:
                 raise OperationRefused(f"lane {lane} is gone: the number of lanes was changed; run this again")

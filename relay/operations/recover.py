@@ -13,6 +13,8 @@ A restore takes Postgres back to a point, and Kafka keeps what was published aft
 | in ``published``    | has it                  | nothing                                                              |
 | in ``published``    | lacks it                | Kafka has lost it: named, and with ``resend`` put back into events,  |
 |                     |                         | under its own row id: before the later events of its key, which wait |
+|                     | lacks it, and has a     | overtaken: named, and left to `outbox replay`, as it would come      |
+|                     | later one of its key    | behind that one                                                      |
 | nowhere             | has it                  | Postgres has lost it: named, as consumers may have applied it        |
 
 An event is lost for sure if it was written after the point, by the database's clock, or published well after it: if it
@@ -38,8 +40,8 @@ from relay.database import unavailable_on_error
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.operations.hidden_events import HangingPartition
 from relay.operations.holding import Holding
-from relay.operations.lane_rows import content_of
-from relay.operations.reconcile import Findings, LaneComparison, Reconciler
+from relay.operations.lane_rows import MARGIN, content_of
+from relay.operations.reconcile import LOCK_SECONDS, Findings, LaneComparison, Reconciler
 from relay.operations.topic_scan import TopicRecord, committed_since
 from relay.operations.trace import time_of, topics_of
 
@@ -55,24 +57,34 @@ _UNSETTLED: Final = "its marker names events that are not settled, and only the 
 _TABLE: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_recover",
     """CREATE TEMPORARY TABLE outbox_recover (
-           event_id uuid NOT NULL, mark text NOT NULL, content bytea, topic text NOT NULL, partition integer NOT NULL,
-           "offset" bigint NOT NULL, at timestamptz NOT NULL, written timestamptz NOT NULL, key text NOT NULL)""",
+           event_id uuid NOT NULL, mark text NOT NULL, copy boolean NOT NULL, ours boolean NOT NULL, content bytea,
+           topic text NOT NULL, partition integer NOT NULL, "offset" bigint NOT NULL, at timestamptz NOT NULL,
+           written timestamptz NOT NULL, key text NOT NULL)""",
 )
 _COPY: Final = """
-COPY pg_temp.outbox_recover (event_id, mark, content, topic, partition, "offset", at, written, key) FROM STDIN"""
+COPY pg_temp.outbox_recover (event_id, mark, copy, ours, content, topic, partition, "offset", at, written, key)
+FROM STDIN"""
 _INDEX: Final = ("CREATE INDEX ON pg_temp.outbox_recover (event_id)", "ANALYZE pg_temp.outbox_recover")
 
-_OLDEST: Final = """
-SELECT min({created_at}) FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
+# The topics too: since then a route may have changed.
+_ARCHIVED: Final = """
+SELECT min({created_at}), array_agg(DISTINCT topic) FILTER (WHERE topic IS NOT NULL)
+  FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
 
-_RELAYS: Final = "SELECT count(*) FROM {relays} WHERE alive_until > clock_timestamp()"
+_RELAYS: Final = "SELECT count(*) FROM {relays} WHERE {alive}"
+
+# A relay that takes, renews or releases a lane changes its row.
+_LANES: Final = "SELECT l::text FROM {lanes} AS l ORDER BY lane"
+_LOCK_LANES: Final = """
+SELECT l::text, lane, owner, lease_until::text, lease_until >= clock_timestamp() FROM {lanes} AS l
+ ORDER BY lane FOR UPDATE"""
 
 # What reconcile and this have settled without an archive is in the audit only.
 _LOST: Final = """
 SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s."offset", s.at,
        s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s
   FROM pg_temp.outbox_recover AS s
- WHERE s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s
+ WHERE s.ours AND s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s
    AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = s.event_id)
    AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.event_id = s.event_id)
    AND NOT EXISTS (SELECT FROM {scheduled} AS w WHERE w.event_id = s.event_id)
@@ -82,27 +94,55 @@ SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s
         WHERE what IN ('reconcile settles', 'recover settles'))
  ORDER BY s.event_id, s.at"""
 
+# Of any source: the setting may have changed. A replay counts as its event, a copy for a dead-letter topic does not.
 _MISSING: Final = """
-SELECT DISTINCT ON (p.event_id) p.event_id::text, p.aggregate_id, coalesce(p.topic, ''), coalesce(p.partition, -1),
-       coalesce(p."offset", -1), p.published_at
-  FROM {published} AS p
- WHERE p.published_at >= %(since)s AND p.published_at < %(until)s
-   AND NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id)
-   AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = p.event_id)
- ORDER BY p.event_id, p.published_at"""
+WITH missing AS MATERIALIZED (
+    SELECT DISTINCT ON (p.event_id, p.copy) p.*
+      FROM (SELECT *, coalesce(headers ? %(dead)s, false) AS copy FROM {published}
+             WHERE published_at >= %(since)s AND published_at < %(until)s) AS p
+     WHERE NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id AND s.copy = p.copy)
+       AND NOT EXISTS (SELECT FROM {events} AS e
+                        WHERE e.event_id = p.event_id AND coalesce(e.headers ? %(dead)s, false) = p.copy)
+     ORDER BY p.event_id, p.copy, p.published_at),
+held AS (
+    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {published}
+     UNION ALL
+    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {events}
+     UNION ALL
+    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {dead_letters}),
+there AS (
+    SELECT aggregate_type, aggregate_id, k.copy, min(h.id) AS first_id
+      FROM (SELECT DISTINCT aggregate_type, aggregate_id, copy FROM missing) AS k
+      JOIN held AS h USING (aggregate_type, aggregate_id)
+     WHERE coalesce(h.headers ? %(dead)s, false) = k.copy
+       AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = h.event_id AND s.copy = k.copy)
+     GROUP BY aggregate_type, aggregate_id, k.copy, h.event_id),
+last AS (
+    SELECT aggregate_type, aggregate_id, copy, max(first_id) AS id FROM there
+     GROUP BY aggregate_type, aggregate_id, copy)
+SELECT m.event_id::text, m.aggregate_id, coalesce(m.topic, ''), coalesce(m.partition, -1), coalesce(m."offset", -1),
+       m.published_at, m.copy,
+       last.id IS NOT NULL AND last.id > (
+           SELECT min(p.id) FROM {published} AS p
+            WHERE p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy)
+  FROM missing AS m LEFT JOIN last USING (aggregate_type, aggregate_id, copy)
+ ORDER BY m.event_id, m.copy"""
 
 _THERE: Final = """
 EXISTS (SELECT FROM pg_temp.outbox_recover AS s
-         WHERE s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
+         WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
 
 _FOUND: Final = """
 SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile AS r
  WHERE {there} GROUP BY lane ORDER BY lane"""
 
+_MARK_FOUND: Final = "UPDATE pg_temp.outbox_reconcile AS r SET found = true WHERE NOT found AND {there}"
+
 _CHANGED: Final = """
 SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
  WHERE NOT {there}
-   AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = r.event_id AND s.mark = r.mark)
+   AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s
+                WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark)
  ORDER BY r.id"""
 
 _STANDING: Final = """
@@ -113,15 +153,19 @@ SELECT r.lane, r.id, r.event_id::text
           FROM {table}) AS r
  WHERE {there} ORDER BY event_id, id"""
 
-# No mark holds any more: they would be below it. Of an event that was replayed, the first row.
+# No mark holds any more, and no epoch: a relay that wakes up has a mark too. Rows that are put back are in the stream
+# behind those that wait.
+_READ_ALL: Final = "UPDATE {lanes} SET {released}, low_water_mark = NULL, mark_failures = NULL, streaming = false"
+
+# Of an event that was replayed, the first row.
 _RESEND: Final = """
 WITH lost AS (
-    SELECT DISTINCT ON (event_id) tableoid AS part, ctid AS place FROM {published}
-     WHERE event_id = ANY(%(event_ids)s::uuid[]) ORDER BY event_id, id),
+    SELECT DISTINCT ON (m.event_id, m.copy) p.tableoid AS part, p.ctid AS place
+      FROM unnest(%(event_ids)s::uuid[], %(copies)s::boolean[]) AS m(event_id, copy)
+      JOIN {published} AS p ON p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy
+     ORDER BY m.event_id, m.copy, p.id),
 gone AS (
-    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*),
-unmarked AS (
-    UPDATE {lanes} SET low_water_mark = NULL, mark_failures = NULL WHERE lane IN (SELECT lane FROM gone))
+    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*)
 INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
                       created_at, from_relay) OVERRIDING SYSTEM VALUE
 SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
@@ -131,7 +175,10 @@ _UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE id = ANY(%(ids)s::bigint[])"
 
 
 class EventPlace(NamedTuple):
-    """An event, and where it is or was on Kafka. ``at`` is Kafka's time, or that of the archive."""
+    """An event, and where it is or was on Kafka. ``at`` is Kafka's time, or that of the archive.
+
+    ``copy``: it is a copy for a dead-letter topic, which has the id of its event.
+    """
 
     event_id: str
     aggregate_id: str
@@ -139,6 +186,7 @@ class EventPlace(NamedTuple):
     partition: int
     offset: int
     at: dt.datetime
+    copy: bool = False
 
 
 class StandingRow(NamedTuple):
@@ -149,15 +197,26 @@ class StandingRow(NamedTuple):
     event_id: str
 
 
+class Recovered(NamedTuple):
+    """What was done: rows of ``events`` that were settled, by lane; and the number of those that were put back.
+
+    ``locked``: ids of dead letters that another transaction had locked. They were left as they are.
+    """
+
+    settled: Mapping[int, Sequence[str]]
+    resent: int
+    locked: Sequence[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The differences between an outbox and its topics; see the table above.
 
-    records     that were read; ``others`` of them are of another ``ce_source``, and ignored.
+    records     that were read; ``others`` of them are of another ``ce_source``: Kafka has not lost them, and no more.
     relays      that are running. What they have published since the restore counts as lost without an archive.
     lost        on Kafka, and in no table. ``unsure``: those that may be settled as well.
     found       rows of ``events`` that are on Kafka, by lane; ``changed``: those that have another content there.
-    missing     in the archive, and not on Kafka.
+    missing     in the archive, and not on Kafka; ``overtaken``: those of them whose key has later events on Kafka.
     """
 
     since: dt.datetime
@@ -172,6 +231,7 @@ class Comparison:
     scheduled: Sequence[StandingRow]
     dead: Sequence[StandingRow]
     missing: Sequence[EventPlace]
+    overtaken: Sequence[EventPlace]
     lanes: Sequence[LaneComparison]
 
     @property
@@ -199,16 +259,19 @@ class Comparison:
 class Recovery(Reconciler):
     """Compares everything that was published since a time. Raises what Reconciler raises."""
 
+    _seen: Sequence[Any] = ()
+
     def compare(self, since: dt.datetime, until: dt.datetime) -> Comparison:
         """Return the differences. ``since`` is the point of the restore; only records of our ``ce_source`` count.
 
         Raises OperationRefused while a transaction is open in a topic of events: it hides what Kafka has behind it.
         """
+        self._seen = self._rows.run(_LANES, (), "reading lanes")
         findings = self.look(search=False)
         if findings.hanging:
             raise OperationRefused(_hides(findings.hanging))
         bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
-        bound["archive"] = self._archive
+        bound |= {"archive": self._archive, "dead": DEAD_LETTER}
         self._rows.list_rows([state.lane for state in findings.lanes])
         read, others = self._read_topics(self._starts(bound))
         there = sql.SQL(_THERE)
@@ -222,6 +285,12 @@ class Recovery(Reconciler):
 
         [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
         lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")
+        missing = [
+            (EventPlace(*place), overtaken)
+            for *place, overtaken in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")
+        ]
+        # What Postgres has lost is later than all that it has.
+        later = {(topic, key) for _, key, topic, *_ in lost}
         return Comparison(
             since,
             until,
@@ -234,67 +303,101 @@ class Recovery(Reconciler):
             [event_id for (event_id,) in compared(_CHANGED)],
             standing("scheduled", sql.SQL("0")),
             standing("dead_letters", sql.Identifier("lane")),
-            [EventPlace(*row) for row in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")],
+            [event for event, _ in missing],
+            [
+                event
+                for event, overtaken in missing
+                if overtaken or (not event.copy and (event.topic, event.aggregate_id) in later)
+            ],
             findings.lanes,
         )
 
-    def recover(self, found: Comparison, reason: str, *, resend: bool = False) -> Sequence[str]:
+    def recover(self, found: Comparison, reason: str, *, resend: bool = False) -> Recovered:
         """Settle what is on Kafka, so that nothing is published again, and let the lanes go on.
 
-        ``resend``: put back what Kafka has lost; a source wal must then read the tables anew. Returns the ids of dead
-        letters that another transaction had locked: they were left as they are. Lanes of an exactly-once outbox get new
-        markers. Raises OperationRefused when another process took one, and with ``resend`` while relays run.
+        ``resend``: put back what Kafka has lost, except what was overtaken. Lanes of an exactly-once outbox get new
+        markers. Raises OperationRefused when another process took one, and with ``resend`` while relays run or if one
+        has run since the comparison: then nothing is changed.
         """
-        if resend and found.relays:
-            raise OperationRefused(
-                f"{found.relays} relays run: they could publish later events of a key before those that are put back. "
-                "Stop them, and run this again"
-            )
         details = {
             "since": found.since.isoformat(),
             "until": found.until.isoformat(),
             "lanes": [state.lane for state in found.broken],
             "lost": len(found.lost),
             "missing": len(found.missing),
+            "overtaken": len(found.overtaken),
             "resend": resend,
             "event_ids_lost": [event.event_id for event in found.lost[:_AUDIT_IDS]],
         }
-        settled = [event_id for rows in found.found.values() for event_id in rows]
-        settled += [row.event_id for row in (*found.scheduled, *found.dead)]
-        with unavailable_on_error("writing the audit"), self._connection.transaction():
-            self._note("recover", reason, details)
-            self._note_settled("recover settles", reason, settled, {})
-            if resend:
-                statement = sql.SQL(_RESEND).format(**self._names)
-                self._connection.execute(statement, {"event_ids": [event.event_id for event in found.missing]})
+        with unavailable_on_error("putting back what Kafka has lost"), self._connection.transaction():
+            resent = self._resend(found) if resend else 0
+            self._note("recover", reason, details | {"resent": resent})
+            standing = [row.event_id for row in (*found.scheduled, *found.dead)]
+            self._note_settled("recover settles", reason, standing, {})
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
             self.repair(Findings(found.broken, []), reason)
         else:
             self._settle([state.lane for state in found.broken], reason)
+        settled = {lane: self._rows.found_ids(lane) for lane in sorted(self._rows.found())}
         if found.scheduled:
             self._rows.run(_UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events")
         if not found.dead:
-            return []
+            return Recovered(settled, resent, [])
         letters = DeadLetters(self._connection, self._schema)
         chosen = Selection(rows=[(row.lane, row.id) for row in found.dead])
-        return letters.discard(chosen, f"it is on Kafka: {reason}").locked
+        return Recovered(settled, resent, letters.discard(chosen, f"it is on Kafka: {reason}").locked)
+
+    def _resend(self, found: Comparison) -> int:
+        """Put back what Kafka has lost, while the lanes' rows are locked. Returns the number of events."""
+        overtaken = {(event.event_id, event.copy) for event in found.overtaken}
+        back = [event for event in found.missing if (event.event_id, event.copy) not in overtaken]
+        if not back:
+            return 0
+        self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_SECONDS}s",))
+        lanes = self._rows.run(_LOCK_LANES, (), "locking the lanes")
+        [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
+        before = "later events of a key could be published before those that are put back"
+        if relays:
+            raise OperationRefused(f"{relays} relays run: {before}. Stop them, and run this again")
+        for _, lane, owner, lease_until, held in lanes:
+            if held:
+                raise OperationRefused(
+                    f"{owner} holds lane {lane} until {lease_until}: {before}. Stop it, or wait until then, and run "
+                    f"this again; if it is gone for good: `outbox relay release {lane}`"
+                )
+        if [row[:1] for row in lanes] != list(self._seen):
+            raise OperationRefused(
+                "relays have changed the lanes since the comparison began: they may have published later events of a "
+                "key. Run this again"
+            )
+        self._rows.run(_READ_ALL, (), "releasing the lanes")
+        values = {
+            "event_ids": [event.event_id for event in back],
+            "copies": [event.copy for event in back],
+            "dead": DEAD_LETTER,
+        }
+        return self._connection.execute(sql.SQL(_RESEND).format(**self._names), values).rowcount
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
         with Holding(self._connect, self._names) as holding:
             self._take(holding, lanes)
-            self._rows.list_rows(lanes)
-            self._rows.search(self._rows.topics(lanes))
+            self._find(lanes)
             self._audit_found(self._rows.found(), reason)
             for lane in lanes:
                 self._rows.settle(lane, holding.values([lane]))
 
+    def _find(self, lanes: Sequence[int]) -> None:
+        """Find what the comparison has found, too: it began earlier, and read more topics."""
+        super()._find(lanes)
+        self._rows.run(_MARK_FOUND, None, "noting what stands on Kafka", there=sql.SQL(_THERE))
+
     def _starts(self, bound: Mapping[str, Any]) -> dict[str, int]:
         """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""
-        topics = topics_of(self._client, self._router.may_write)
         # An event is settled after it is published, perhaps much later, but it is written before.
-        [(oldest,)] = self._rows.run(_OLDEST, bound, "reading the archive")
-        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - CLOCKS)
+        [(oldest, archived)] = self._rows.run(_ARCHIVED, bound, "reading the archive")
+        topics = {*topics_of(self._client, self._router.may_write), *(archived or ())}
+        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         rows = self._rows.topics(range(len(self._lanes())))
         return {topic: min(start, rows.get(topic, start)) for topic in topics}
 
@@ -304,12 +407,12 @@ class Recovery(Reconciler):
         for statement in _TABLE:
             self._rows.run(statement, None, "listing records")
         for group in committed_since(self._client, starts):
-            ours = [one for one in group if one.event_id is not None and one.source in {"", self._source}]
-            read, others = read + len(group), others + len(group) - len(ours)
+            rows = [(one, one.source in {"", self._source}) for one in group if one.event_id is not None]
+            read, others = read + len(group), others + len(group) - sum(ours for _, ours in rows)
             with unavailable_on_error("listing records"), self._connection.cursor() as cursor:
                 with cursor.copy(_COPY) as copy:
-                    for one in ours:
-                        copy.write_row(_row(one))
+                    for one, ours in rows:
+                        copy.write_row(_row(one, ours=ours))
         for statement in _INDEX:
             self._rows.run(statement, None, "listing records")
         return read, others
@@ -330,10 +433,11 @@ def _hides(hanging: Sequence[HangingPartition]) -> str:
     )
 
 
-def _row(record: TopicRecord) -> tuple[Any, ...]:
+def _row(record: TopicRecord, *, ours: bool) -> tuple[Any, ...]:
     at = min(time_of(max(record.milliseconds, 0)) or _LATEST, _LATEST)
     key = (record.key or b"").decode(errors="replace").replace("\0", "")
-    return record.event_id, record.mark, content_of(record), *record.partition, record.offset, at, _written(record), key
+    known = record.event_id, record.mark, record.copy, ours, content_of(record)
+    return *known, *record.partition, record.offset, at, _written(record), key
 
 
 def _written(record: TopicRecord) -> dt.datetime:

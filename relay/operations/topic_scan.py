@@ -27,6 +27,8 @@ Record = TypeVar("Record")
 class TopicRecord(NamedTuple):
     """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id.
 
+    ``copy``: it is a dead-letter copy, or a replay of one.
+
     ``source`` and ``written`` are the headers ``ce_source`` and ``ce_time``, empty without them. ``headers`` are there
     if it was read alone.
     """
@@ -36,6 +38,7 @@ class TopicRecord(NamedTuple):
     milliseconds: int
     event_id: str | None
     mark: str
+    copy: bool
     value: bytes | None
     key: bytes | None
     source: str
@@ -194,6 +197,7 @@ def _seen(partition: Partition, message: Message, headers: Mapping[str, Any] | N
         message.timestamp()[1],
         _uuid(header_text(headers.get(CE_ID))),
         header_text(headers.get(REPLAY) or headers.get(DEAD_LETTER)),
+        DEAD_LETTER in headers,
         value if isinstance(value, bytes) else None,
         key if isinstance(key, bytes) else None,
         header_text(headers.get(CE_SOURCE)),

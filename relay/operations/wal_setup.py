@@ -81,10 +81,7 @@ _DROP_IF_THERE: Final = """
 SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %(slot)s::text"""
 
 # Relays must read the state of their lanes again, so the epoch ends.
-_READ_THE_TABLE: Final = """
-UPDATE {lanes} SET streaming = false, epoch = epoch + 1, owner = NULL,
-       lease_until = '-infinity'
- WHERE source = 'wal'"""
+_READ_THE_TABLE: Final = "UPDATE {lanes} SET {released}, streaming = false WHERE source = 'wal'"
 
 # Of every lane, also one that is polled: the tables may have been moved, and a position in another server's WAL would
 # look like a fault.

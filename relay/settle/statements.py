@@ -143,6 +143,9 @@ def lease_values(leases: Collection[Lease]) -> dict[str, Any]:
 # In rows of relays. A beat in the future is from before the clock went back: a living relay soon beats again.
 _ALIVE: Final = "alive_until >= clock_timestamp() AND heartbeat_at <= clock_timestamp()"
 
+# For UPDATE of lanes, whatever the lease: its holder must not settle or renew any more.
+_RELEASED: Final = "owner = NULL, epoch = epoch + 1, lease_until = '-infinity'"
+
 
 def names_of(schema: str) -> dict[str, sql.Composable]:
     """Return the names in the statements on one outbox: its tables, and shared pieces of SQL."""
@@ -154,6 +157,7 @@ def names_of(schema: str) -> dict[str, sql.Composable]:
         "ours": sql.SQL(OURS),
         "created_at": sql.SQL(_CREATED_AT),
         "alive": sql.SQL(_ALIVE),
+        "released": sql.SQL(_RELEASED),
     }
 
 

@@ -44,7 +44,7 @@ if __name__ == "__main__":
     if "reconcile" in sys.argv:
         # No other command needs to import them.
         of = {name: importlib.import_module(f"relay.operations.{name}") for name in ("hidden_events", "reconcile")}
-        changed += [(of["hidden_events"], "_DECIDE_SECONDS", 1.0), (of["reconcile"], "_LOCK_SECONDS", 1)]
+        changed += [(of["hidden_events"], "_DECIDE_SECONDS", 1.0), (of["reconcile"], "LOCK_SECONDS", 1)]
     for module, name, seconds in changed:
         assert hasattr(module, name)
         setattr(module, name, seconds)

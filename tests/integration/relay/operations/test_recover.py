@@ -5,11 +5,13 @@ Real restores: tests/acceptance/runbooks/test_restores.py.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import signal
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -17,6 +19,10 @@ import pytest
 from confluent_kafka import Producer
 from hostile_messages import TOPIC
 from reconcile_support import Outbox, outbox
+
+from outbox.errors import OperationRefused
+from relay.config import Delivery, Settings
+from relay.operations.recover import Recovery
 
 __all__ = ["outbox"]
 
@@ -112,7 +118,7 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
     for number in (-2, -1):
         restored.put("published", missing, ", lane, id, created_at", f", 1, {number}, now()")
     restored.put("events", waiting)
-    restored.run("UPDATE outbox.lanes SET low_water_mark = 1000, mark_failures = 'x'")
+    restored.run("UPDATE outbox.lanes SET low_water_mark = 1000, mark_failures = 'x', streaming = true, source = 'wal'")
     restored.run("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')")
     refused = restored.command("recover", "--since", restored.since, "--resend", "--reason", "x", settings=ARCHIVE)
     assert (refused.returncode, "1 relays run" in refused.stderr) == (1, True), refused.stderr
@@ -122,10 +128,125 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
     assert restored.run("SELECT id, event_id::text FROM outbox.events ORDER BY id")[0] == (-2, missing)
     assert restored.left() == 2
     assert restored.run("SELECT id FROM outbox.published") == [(-1,)]
-    assert restored.run("SELECT low_water_mark FROM outbox.lanes WHERE lane = 1") == [(None,)]
-    assert restored.run("SELECT low_water_mark FROM outbox.lanes WHERE lane = 0") == [(1000,)]
+    # Those of all lanes: their number may have changed since.
+    state = "SELECT DISTINCT low_water_mark, mark_failures, streaming, epoch FROM outbox.lanes"
+    assert restored.run(state) == [(None, None, False, 2)]
     assert restored.recover("--resend", "--reason", "again")["missing"] == []
     assert restored.left() == 2
+
+
+def resent(restored: Restored) -> list[tuple]:
+    restored.recover("--resend", "--reason", "Kafka was lost")
+    return restored.run("SELECT event_id::text, headers FROM outbox.events ORDER BY id")
+
+
+@pytest.mark.parametrize("copy_lost", [False, True])
+def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored, copy_lost):
+    """The one is lost, the other on Kafka or waiting; or both are lost, and an event whose replay is there is not."""
+    lost, waits, replayed = new_id(), new_id(), new_id()
+    copy = {"outbox-dead-letter": "large"}
+    columns, values = ", lane, id, created_at, headers", ", 1, {}, now(), '{}'"
+    for number, event_id in enumerate((replayed, lost, waits)):
+        restored.put("published", event_id, columns, values.format(-10 + number, "{}"))
+    restored.put("published", lost, columns, values.format(-5, json.dumps(copy)))
+    restored.put("events", waits, ", headers, from_relay", f", '{json.dumps(copy)}', true")
+    restored.send(replayed, headers=[("outbox-replay", "2026-01-01T00:00:00Z")])
+    if not copy_lost:
+        restored.send(lost, headers=list(copy.items()))
+    assert resent(restored) == [(lost, {}), (waits, {}), *[(lost, copy)] * copy_lost, (waits, copy)]
+
+
+@pytest.mark.parametrize("when", ["holds", "starts", "was there"])
+def test_nothing_is_put_back_beside_a_relay(restored, when):
+    """One that holds a lane still, that starts after the comparison, or that came and went meanwhile."""
+    restored.put("published", new_id(), ", lane, id, created_at", ", 1, -1, now()")
+    relay: dict[str, Any] = {"archive_days": 7}
+    kafka: dict[str, Any] = {"bootstrap_servers": restored.kafka.bootstrap_servers}
+    settings = Settings(
+        database_url=restored.url, name=restored.name, delivery=Delivery.EXACTLY_ONCE, relay=relay, kafka=kafka
+    )
+    with closing(Recovery(settings)) as recovery:
+        since = dt.datetime.fromisoformat(restored.since + "+00:00")
+        found = recovery.compare(since, since + dt.timedelta(days=1))
+        refused = {
+            "holds": "r holds lane 2 until .*`outbox relay release 2`",
+            "starts": "1 relays run",
+            "was there": "relays have changed the lanes since",
+        }
+        if when == "holds":
+            restored.run("UPDATE outbox.lanes SET owner = 'r', lease_until = 'infinity' WHERE lane = 2")
+        elif when == "starts":
+            restored.run("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')")
+        else:
+            restored.run("UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 2")
+        with pytest.raises(OperationRefused, match=refused[when]):
+            recovery.recover(found, "Kafka was lost", resend=True)
+    assert restored.left() == 0
+    assert restored.run("SELECT count(*) FROM outbox.published") == [(1,)]
+    assert restored.run("SELECT FROM outbox.audit") == []
+
+
+@pytest.mark.parametrize("later", ["archived", "waits", "lost"])
+def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restored, later):
+    """The later event is in the archive, not settled yet, or lost by Postgres. Others of the key are put back."""
+    overtaken, between, on_kafka, last, other = (new_id() for _ in range(5))
+    columns, values = ", lane, id, created_at, topic", ", 1, {}, now(), '" + restored.topics[0] + "'"
+    for number, event_id in enumerate((overtaken, between)):
+        restored.put("published", event_id, columns, values.format(-10 + number))
+    if later == "archived":
+        restored.put("published", on_kafka, columns, values.format(-8))
+        restored.put("published", last, columns, values.format(-7))
+        # Replays count as their events.
+        restored.put("published", overtaken, columns, values.format(-6))
+    elif later == "waits":
+        restored.put("events", on_kafka)
+    restored.send(on_kafka)
+    key, restored.key = restored.key, f"{restored.key}-other"
+    restored.put("published", other, columns, values.format(-9))
+    restored.key = key
+    found = restored.recover("--dry-run", status=1)
+    assert ids(found["overtaken"]) == {overtaken, between}
+    put_back = {other, *([last] if later == "archived" else [])}
+    assert ids(found["missing"]) == {overtaken, between, *put_back}
+    shown = restored.command("recover", "--since", restored.since, "--dry-run", settings=ARCHIVE).stdout
+    assert "later events of their keys are on Kafka; see `outbox replay`: 2 events" in shown
+    assert {event_id for event_id, _ in resent(restored)} == put_back
+
+
+@pytest.mark.parametrize("moved", ["topic", "source", "clock"])
+def test_what_is_elsewhere_on_kafka_is_not_lost(restored, moved):
+    """In the topic of a former route, under a former ce_source, or with the time of a relay whose clock was behind."""
+    event_id = new_id()
+    topic = restored.topics[0]
+    headers = [("ce_id", event_id)]
+    if moved == "topic":
+        topic = restored.kafka.create_topic(restored.kafka.name("former"))
+    if moved == "source":
+        headers.append(("ce_source", "/former"))
+    restored.put("published", event_id, ", lane, id, created_at, topic", f", 1, -1, now(), '{topic}'")
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    behind = 3 * 60 if moved == "clock" else 0
+    producer.produce(topic, b"{}", restored.key, headers=headers, timestamp=int((time.time() - behind) * 1000))
+    assert producer.flush(60) == 0
+    assert resent(restored) == []
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_what_a_relay_published_by_a_clock_hours_behind_is_settled(restored, delivery):
+    """With a time that is earlier by the difference. What is printed and audited is what was settled."""
+    restored.put("events", event_id := new_id())
+    if delivery == "exactly-once":
+        restored.run("UPDATE outbox.lanes SET last_batch = 1")
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    behind = int((time.time() - 3 * 3600) * 1000)
+    producer.produce(restored.topics[0], b'{"n": 1}', restored.key, headers=[("ce_id", event_id)], timestamp=behind)
+    assert producer.flush(60) == 0
+    hours = dt.datetime.fromisoformat(restored.since) - dt.timedelta(hours=4)
+    restored.since = hours.isoformat()
+    assert restored.recover("--reason", "a clock")["settled"] == {"1": [event_id]}
+    assert restored.left() == 0
+    audited = "SELECT details -> 'event_ids_on_kafka' FROM outbox.audit WHERE what LIKE '%% settles'"
+    assert restored.run(audited) == [([event_id],)]
 
 
 def test_records_of_any_program_break_nothing(restored):
