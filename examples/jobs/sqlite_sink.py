@@ -17,9 +17,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from outbox.consumer.errors import ConsumerUnavailable, Fenced, OffsetMoved
+from outbox.consumer.errors import ConsumerUnavailable, Fenced, JobError, OffsetMoved
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest
+from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.sink import Move, Way, Whole
@@ -114,13 +115,19 @@ class SqliteTransaction:
         for batch in rows:
             lists = [batch.column(name).to_pylist() for name in self._sink.columns]
             self._connection.executemany(f"INSERT INTO batch VALUES ({marks})", zip(*lists, strict=True))
-        known = "SELECT message_id FROM processed WHERE grp = ?"
+        self._connection.execute("CREATE INDEX temp.batch_ids ON batch (message_id)")
+        # A message may have become several rows. NULL is no id: such rows are neither repetitions nor remembered.
+        place = "message_topic, message_part, message_offset"
         self._connection.execute(
-            f"DELETE FROM batch WHERE message_id IN ({known}) "
-            "OR rowid NOT IN (SELECT min(rowid) FROM batch GROUP BY message_id)",
+            "DELETE FROM batch WHERE message_id IN (SELECT message_id FROM processed WHERE grp = ?) OR "
+            f"({place}) > (SELECT {place} FROM batch AS other WHERE other.message_id = batch.message_id "
+            f"ORDER BY {place} LIMIT 1)",
             (self._sink.group,),
         )
-        self._connection.execute("INSERT INTO processed SELECT ?, message_id FROM batch", (self._sink.group,))
+        self._connection.execute(
+            "INSERT INTO processed SELECT DISTINCT ?, message_id FROM batch WHERE message_id IS NOT NULL",
+            (self._sink.group,),
+        )
         ((left,),) = self._connection.execute("SELECT count(*) FROM batch")
         return int(left)
 
@@ -205,6 +212,10 @@ class SqliteSinks:
 
     path: str
     job: ConsumerJob
+
+    def __post_init__(self) -> None:
+        if self.job.strategy != Dedup():
+            raise JobError(f"group {self.job.group}: SqliteSinks implements Dedup(), not {self.job.strategy}")
 
     def prepared(self, columns: Mapping[str, str], generation: int) -> SqliteSink:
         """Return the sink for rows of these columns."""

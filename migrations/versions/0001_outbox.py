@@ -27,8 +27,9 @@ _HEADERS = (
     '@.key like_regex "^(ce_|(aggregate-type|event-type|id)$)" flag "i" && @.key != "ce_subject" || '
     '@.key like_regex "^(content-type|idempotency-key|traceparent|tracestate)$" flag "i" '
     '&& @.key like_regex "[A-Z]" || '
-    '@.key == "idempotency-key" && !(@.value like_regex "^[^\\u0001-\\u001f\\u007f]{1,255}$") || '
-    '@.key == "ce_subject" && !(@.value like_regex "^(.{1,250}){1,4}$" flag "s"))\')'
+    '@.key == "idempotency-key" && @.value like_regex "[\\u0001-\\u001f\\u007f]")\') AND '
+    "char_length(headers ->> 'idempotency-key'::text) BETWEEN 1 AND 255 AND "
+    "char_length(headers ->> 'ce_subject'::text) BETWEEN 1 AND 1000"
 )
 _NO_RELAY_HEADER = (
     'NOT pg_catalog.jsonb_path_exists(headers, \'$.keyvalue() ? (@.key like_regex "^outbox-" flag "i")\')'

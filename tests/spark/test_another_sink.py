@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 
+import pytest
+
 from examples.jobs.sqlite_sink import TABLES, SqliteSinks, SqliteStore, open_file
+from outbox.consumer.errors import JobError
 from outbox.consumer.model import Range
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.round_context import OffsetRanges, RoundContext
 from spark_jobs.driver.rounds import Rounds
@@ -64,3 +68,10 @@ def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, small_batches, 
     assert store.run("SELECT count(*) FROM numbers WHERE n = ?", BAD) == [(1,)]
     # The same again: it was applied.
     assert rounds.apply(OffsetRanges(ranges, {}), 1).applied == 0
+
+
+@pytest.mark.parametrize("strategy", [OffsetsOnly(), Fingerprint(), Dedup(key="idempotency-key")])
+def test_a_strategy_that_a_sink_does_not_implement_is_refused(strategy):
+    job = ConsumerJob("g", ["t"], "SELECT 1", schema="n int", strategy=strategy)
+    with pytest.raises(JobError, match=r"SqliteSinks implements Dedup\(\), not "):
+        SqliteSinks("sink", job)

@@ -46,18 +46,34 @@ def test_a_round_joins_with_reference_data_of_another_database(bench: Bench, mon
     clock[0] = regional_sales.REFRESH_SECONDS
     orders("ann", "bob", "bob", "eve")
     assert once() == {"unknown": (8, 80), "north": (2, 20), "south": (4, 40)}
+    # A customer that is there twice does not count twice.
+    bench.run("INSERT INTO crm.customers VALUES ('ann', 'south'), ('ann', 'north')")
+    clock[0] *= 2
+    orders("ann")
+    assert once() == {"unknown": (8, 80), "north": (4, 40), "south": (4, 40)}
 
 
 def test_a_backfill_takes_the_orders_of_a_time_and_moves_no_other_group(bench: Bench):
     begin, end = (int(dt.datetime.fromisoformat(one).timestamp() * 1000) for one in (backfill.FROM, backfill.UNTIL))
     day = 24 * 3600 * 1000
     twice = ided()
-    # By partition, in their order: offset and time. Of the last, only the time is in the range: it came late.
-    times = {0: [begin - day, begin, begin, begin + day, end, begin + 2 * day], 1: [begin - 1, end - 1, end + 1]}
+    # By partition, in their order: when they were ordered. Published then, except for one of March, published in April,
+    # and one of February, replayed in March.
+    times = {
+        0: [begin - day, begin, begin, begin + day, end, begin + 2 * day],
+        1: [begin - 1, begin - day, end - 1, end],
+    }
+    published = {(0, begin + 2 * day): end + day, (1, begin - day): begin + day}
+
+    def placed(at: int) -> dict[str, object]:
+        return order("a", 1, ordered_at=dt.datetime.fromtimestamp(at / 1000, dt.UTC).isoformat())
+
     # Retention goes by the messages' times.
     bench.topic = bench.topics.create_topic(bench.topics.name("old-orders"), 2, {"retention.ms": "-1"})
     bench.produce(
-        (order("a", 1), "k", part, twice if at == begin else None, at) for part, of in times.items() for at in of
+        (placed(at), "k", part, twice if at == begin else None, published.get((part, at), at))
+        for part, of in times.items()
+        for at in of
     )
     bench.once(bench.job.with_topics([bench.topic]))
 
@@ -72,7 +88,7 @@ def test_a_backfill_takes_the_orders_of_a_time_and_moves_no_other_group(bench: B
     bench.command("offsets", "reset", job.group, "--to", backfill.FROM, "--new", "--skip", *where)
     assert figures(bench.once(job, max_records=3)) == (4, 1)
     # Once more, now that there are others behind them; and after it was sent back, as if it had not run.
-    bench.produce([(order("a", 2), "k", 0, None, end + day)])
+    bench.produce([(placed(end + day), "k", 0, None, end + day)])
     assert figures(bench.once(job)) == (0, 0)
     bench.command("offsets", "reset", job.group, "--to", backfill.FROM, *where)
     assert figures(bench.once(job)) == (0, 5)

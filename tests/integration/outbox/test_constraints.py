@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import time
 import uuid
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
+from outbox import Event, EventError
 from outbox.event import RESERVED_HEADERS
 
 INSERT = "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) VALUES (%s, %s, %s, %s)"
@@ -151,6 +154,66 @@ def test_what_breaks_a_check_names_it(outbox_postgres):
             with pytest.raises(psycopg.errors.CheckViolation) as caught:
                 insert(connection, values)
             assert caught.value.diag.constraint_name == constraint, values
+
+
+def accepted(connection, headers):
+    """Return whether the table takes a row with these headers, which is not kept."""
+    row = {"aggregate_type": "Order", "aggregate_id": "1", "event_type": "T", "headers": json.dumps(headers)}
+    try:
+        with connection.transaction(force_rollback=True):
+            insert(connection, row)
+    except psycopg.errors.CheckViolation:
+        return False
+    return True
+
+
+def is_an_event(**fields):
+    try:
+        Event("Order", "1", "T", **fields)
+    except EventError:
+        return False
+    return True
+
+
+def test_lengths_are_those_of_the_library(outbox_postgres):
+    """Except that an idempotency key's bytes are the library's, and its characters the table's."""
+    with outbox_postgres.connect() as connection:
+        for field, name, most in (("idempotency_key", "idempotency-key", 255), ("subject", "ce_subject", 1000)):
+            for character in "xü\U0001f600" + ("\n" if field == "subject" else ""):
+                for length in (0, 1, most, most + 1):
+                    value = character * length
+                    taken = accepted(connection, {name: value, "other": "a\nb"})
+                    assert taken == (1 <= length <= most), (name, character, length)
+                    if field == "subject" or character == "x":
+                        assert taken == is_an_event(**{field: value}), (name, character, length)
+
+
+def test_no_control_character_in_an_idempotency_key(outbox_postgres):
+    with outbox_postgres.connect() as connection:
+        for code in (*range(1, 34), *range(126, 161)):
+            key = f"a{chr(code)}b"
+            is_right = not (code < 32 or code == 127)
+            assert is_an_event(idempotency_key=key) == is_right, code
+            assert accepted(connection, {"idempotency-key": key}) == is_right, code
+            assert accepted(connection, {"other": key, "ce_subject": key})
+
+
+@pytest.mark.parametrize("name", ["ce_subject", "idempotency-key"])
+def test_the_check_of_a_header_costs_what_others_do(outbox_postgres, name):
+    """A regular expression that counted the characters took milliseconds for each row."""
+    with outbox_postgres.connect() as connection:
+
+        def seconds(header):
+            began = time.perf_counter()
+            with connection.transaction(force_rollback=True):
+                connection.execute(
+                    "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers) "
+                    "SELECT 'Order', '1', 'T', %s FROM generate_series(1, 200)",
+                    (Jsonb({header: "x" * 255}),),
+                )
+            return time.perf_counter() - began
+
+        assert min(seconds(name) for _ in range(5)) < 5 * min(seconds("other-header") for _ in range(5))
 
 
 def test_a_nul_never_gets_in(outbox_postgres):

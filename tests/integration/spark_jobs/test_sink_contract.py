@@ -437,3 +437,13 @@ def test_a_task_needs_nothing_else(database):
     assert database.read("position") == [(9,)]
     database.set("younger")
     assert report(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 9, 10)}), rows([9], start=9)) == ("fenced", 0)
+
+
+def test_rows_without_ids_and_rows_of_one_message_are_no_repetitions_in_sqlite(tmp_path):
+    database = OnSqlite(str(tmp_path / "sink"))
+    # The fourth message has become two rows.
+    batches = rows([1, 2, 3], [None, None, event_id(3)]), rows([4], start=3), rows([5], [event_id(4)], start=3)
+    assert apply(database, *batches) == 5
+    assert database.read("numbers") == [(1,), (2,), (3,), (4,), (5,)]
+    assert database.read("ids") == [(2,)]
+    assert apply(database, rows([6, 7], [None, event_id(4)], start=5), start=5) == 1
