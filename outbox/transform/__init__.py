@@ -35,6 +35,7 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 |                                            | ``dead_letter_topic``, in the same transaction as its neighbours        |
 | the name of a header is not UTF-8          | the same; such names are escaped in the copy                            |
 | that copy is too large for its topic       | it goes there without its value, and says so                            |
+| records are too large only together        | each is a batch of its own on the broker for the next minute            |
 | the input was deleted before it was read   | InputLost: it does not jump to where the log begins now                 |
 """
 

@@ -41,7 +41,7 @@ class Progress:
 
     batch      the most messages in a transaction now.
     messages   how many are committed.
-    too_large  the place of a message whose copy the dead-letter topic has refused: it gets one without the value.
+    too_large  places of messages whose copies the dead-letter topic has refused: they get ones without the value.
     """
 
     batch: int

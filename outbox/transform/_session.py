@@ -30,6 +30,8 @@ _POLL_SECONDS: Final = 0.1
 _PARTITIONS: Final = "partitions="
 """In a position's metadata, before how many partitions the topic had when the group came to it."""
 _LONGEST_PAUSE: Final = 10.0
+_APART_SECONDS: Final = 60.0
+_REFUSAL_SECONDS: Final = 5.0
 # In addition to those of credentials and rights: they last until rights, settings or topics are changed.
 _REFUSALS: Final = frozenset(
     {
@@ -63,7 +65,9 @@ class Session:
         self._membership: Any = None
         self._metadata: dict[tuple[str, int], str | None] = {}
         self._aborted = 0
-        self._undelivered: tuple[Message, Record, KafkaError] | None = None
+        self._undelivered: list[tuple[Message, Record, KafkaError]] = []
+        # The broker refuses a batch of records as a whole. Until this time each record is a batch of its own.
+        self._apart_until: float | None = None
         self._stuck = False
 
     def __enter__(self) -> Self:
@@ -77,12 +81,15 @@ class Session:
     def __exit__(self, *_: object) -> None:
         # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
+        self._purge()
+        # Callbacks and tracebacks lead to this session: its clients end now, and not with them.
+        del self._consumer, self._producer
+
+    def _purge(self) -> None:
         # A record that is neither delivered nor given up keeps its callback, which keeps this session and its clients.
         self._producer.purge()
         with suppress(KafkaException):
             self._producer.flush(_POLL_SECONDS)
-        # Callbacks and tracebacks lead to this session: its clients end now, and not with them.
-        del self._consumer, self._producer
 
     def run(self) -> None:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""
@@ -205,7 +212,7 @@ class Session:
         first = {_partition_of(message): message.offset() or 0 for message in reversed(messages)}
         for partition, offset in first.items():
             self._progress.watch.waits(partition, offset)
-        self._undelivered = None
+        self._undelivered.clear()
         began = time.monotonic()
         self._producer.begin_transaction()
         try:
@@ -213,6 +220,7 @@ class Session:
                 self._produce(message)
             positions = _behind(messages, self._metadata)
             self._until_known(lambda: self._send_positions(positions))
+            self._await_refusals()
             self._until_known(lambda: self._producer.commit_transaction(_SECONDS))
         except KafkaException as error:
             self._give_up(messages, error, time.monotonic() - began)
@@ -223,8 +231,20 @@ class Session:
             self._aborted = 0
             self._progress.watch.moved(first)
             self._progress.messages += len(messages)
-            self._progress.too_large.clear()
+            self._progress.too_large.difference_update(map(_place_of, messages))
             self._progress.batch = min(2 * self._progress.batch, self._plan.batch)
+            if self._apart_until is not None and time.monotonic() >= self._apart_until:
+                self._apart_until = None
+                self._replace_producer()
+
+    def _await_refusals(self) -> None:
+        """Wait until the records are delivered or one is refused: the commit would wait 30 s for those behind it.
+
+        Not for long: other errors show only in the commit.
+        """
+        until = time.monotonic() + _REFUSAL_SECONDS
+        while self._producer.flush(_POLL_SECONDS) and not self._undelivered and time.monotonic() < until:
+            pass
 
     def _give_up(self, messages: Sequence[Message], error: KafkaException, seconds: float) -> None:
         """Abort the transaction and go back, or raise: because of a record, of a right, or for a new session."""
@@ -233,9 +253,12 @@ class Session:
             raise error
         if not inner.fatal():
             self._abort()
-        if self._undelivered is not None:
-            message, record, reason = self._undelivered
-            if reason.code() in _UNFIT and not self._cut(message, record, reason):
+        if self._undelivered:
+            if not inner.fatal() and self._made_smaller(error):
+                self._go_to_committed(self._consumer.assignment())
+                return
+            message, _, reason = self._undelivered[0]
+            if reason.code() in _UNFIT:
                 raise TransformFailed(message, KafkaException(reason)) from error
             if is_refused(reason) or reason.code() in _MISSING:
                 raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
@@ -249,6 +272,28 @@ class Session:
         self._aborted += 1
         # It may still be a member: the next poll shows.
         self._go_to_committed(self._consumer.assignment())
+
+    def _made_smaller(self, error: KafkaException) -> bool:
+        """Return whether records were too large, and are not the next time."""
+        refused = [one for one in self._undelivered if one[2].code() in _TOO_LARGE]
+        if not refused:
+            return False
+        if self._apart_until is not None:
+            for message, record, reason in refused:
+                if not self._cut(message, record, reason):
+                    mend = f"make it smaller, or raise max.message.bytes of {record.topic}"
+                    raise TransformFailed(message, KafkaException(reason), mend) from error
+        self._apart_until = time.monotonic() + _APART_SECONDS
+        _logger.info("group %s: too large for its topic: %s", self._plan.group, error.args[0].str())
+        self._replace_producer()
+        return True
+
+    def _replace_producer(self) -> None:
+        """Go on with a new producer: where records were refused, librdkafka misses them in the next transaction."""
+        self._purge()
+        apart = {} if self._apart_until is None else {"batch.num.messages": 1}
+        self._producer = Producer({**self._plan.producer, **apart})
+        self._until_known(lambda: self._producer.init_transactions(_SECONDS))
 
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
         # One alone is transformed before its transaction begins on the brokers: it may take as long as it likes.
@@ -272,7 +317,7 @@ class Session:
                     raise TypeError(f"the transform returned a {type(record).__name__}, not a Record")
         except Exception as error:
             if self._plan.dead_letter_topic is None:
-                raise TransformFailed(message, error) from error
+                raise TransformFailed(message, error, "fix it or name a dead_letter_topic") from error
             whole = _place_of(message) not in self._progress.too_large
             records = [dead_letter(self._plan.dead_letter_topic, message, error, whole=whole)]
         for record in records:
@@ -281,8 +326,8 @@ class Session:
     def _send_record(self, message: Message, record: Record) -> None:
         def delivered(error: KafkaError | None, _record: Message) -> None:
             # What is purged was aborted with another one, whose error is the reason.
-            if error is not None and error.code() not in _PURGED and self._undelivered is None:
-                self._undelivered = message, record, error
+            if error is not None and error.code() not in _PURGED:
+                self._undelivered.append((message, record, error))
 
         more: dict[str, Any] = {} if record.partition is None else {"partition": record.partition}
         while True:

@@ -16,11 +16,11 @@ class TransformFailed(OutboxError):
     topic, partition, offset   the message's place.
     """
 
-    def __init__(self, message: Message, error: Exception) -> None:
+    def __init__(self, message: Message, error: Exception, mend: str = "fix it") -> None:
         self.topic, self.partition, self.offset = message.topic(), message.partition(), message.offset()
         super().__init__(
             f"{self.topic} partition {self.partition} offset {self.offset} can't be transformed: "
-            f"{type(error).__name__}: {error}; fix it and run again, or name a dead_letter_topic"
+            f"{type(error).__name__}: {error}; {mend}, and run again"
         )
 
 

@@ -8,6 +8,8 @@ from typing import Final
 
 from confluent_kafka import Message
 
+from outbox.event import PAYLOAD_OMITTED
+
 DEAD_LETTER: Final = "outbox-dead-letter"
 """On a copy in the dead-letter topic: why the message could not be transformed."""
 PLACE: Final = "outbox-dead-letter-place"
@@ -34,9 +36,7 @@ def dead_letter(topic: str, message: Message, error: Exception, *, whole: bool) 
     if not whole:
         why += "; without its value, as this topic takes no message of that size"
     place = f"{message.topic()}-{message.partition()}@{message.offset()}".encode()
-    return Record(
-        topic,
-        message.key(),
-        message.value() if whole else None,
-        [*(message.headers() or ()), (DEAD_LETTER, why.encode(errors="replace")), (PLACE, place)],
-    )
+    headers = [*(message.headers() or ()), (DEAD_LETTER, why.encode(errors="replace")), (PLACE, place)]
+    if whole:
+        return Record(topic, message.key(), message.value(), headers)
+    return Record(topic, message.key(), None, [*headers, (PAYLOAD_OMITTED, b"true")])

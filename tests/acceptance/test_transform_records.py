@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.cimpl import TopicPartition
 from raw_kafka import produce
 from support import wait_until
@@ -22,6 +24,8 @@ from outbox.transform import (
     Record,
     Transformer,
     TransformFailed,
+    _session,
+    transformer,
 )
 from outbox.transform._session import Session
 from relay.kafka.offsets import Offsets, Partition
@@ -108,7 +112,7 @@ def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
     ("wrong", "error", "problem"),
     [
         (lambda place: Record(place.target, b"k", bytes(2_000_000)), TransformFailed, "too large"),
-        (lambda place: Record(place.narrow, b"k", bytes(5_000)), TransformFailed, "too large"),
+        (lambda place: Record(place.narrow, b"k", bytes(5_000)), TransformFailed, "too large.*raise max"),
         (lambda place: Record(place.target, b"k", b"", partition=99), TransformFailed, "Unknown partition"),
         (lambda place: Record(place.absent, b"k", b""), KafkaRefused, "can't produce: .*[Uu]nknown topic"),
         (lambda _: (b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
@@ -133,6 +137,71 @@ def test_records_that_can_not_be_produced(place, outbox_kafka, wrong, error, pro
     with running(mended):
         wait_until(lambda: place.position() == 10, 60, "the end")
     assert place.come(10) == {f"k{n}": [n] for n in range(10)}
+
+
+@pytest.fixture
+def pauses(monkeypatch) -> list[int]:
+    """The pauses of members, which there are none of."""
+    found: list[int] = []
+    for module in (_session, transformer):
+        monkeypatch.setattr(module, "pause", lambda _stop, failures: found.append(failures))
+    return found
+
+
+def test_the_broker_refuses_a_batch_and_only_what_is_too_large_by_itself_is_cut(outbox_kafka, pauses):
+    with closing(Place(outbox_kafka, 1)) as place:
+        dead = outbox_kafka.create_topic(outbox_kafka.name("dead"), 1, {"max.message.bytes": "20000"})
+        values = [os.urandom(30_000 if number in {0, 20, 21, 22, 44} else 5_000) for number in range(45)]
+        produce(outbox_kafka.bootstrap_servers, place.source, 0, [(b"k", value, {}) for value in values])
+        member = place.member(copied(place), dead_letter_topic=dead)
+        with running(member):
+            wait_until(lambda: member.committed == len(values), 60, "all messages")
+        letters = outbox_kafka.consume(dead, len(values))
+    assert [letter.value() for letter in letters] == [value if len(value) == 5_000 else None for value in values]
+    omitted = [dict(letter.headers()).get("outbox-payload-omitted") for letter in letters]
+    assert omitted == [None if len(value) == 5_000 else b"true" for value in values]
+    assert pauses == []
+
+
+def test_many_letters_larger_than_any_topic_takes(outbox_kafka, pauses, caplog):
+    """Each costs at most an abort, and neither a pause nor a new session."""
+    caplog.set_level("INFO", "outbox")
+    with closing(Place(outbox_kafka, 1)) as place:
+        place.source = outbox_kafka.create_topic(outbox_kafka.name("large"), 1, {"max.message.bytes": "3000000"})
+        dead = outbox_kafka.create_topic(outbox_kafka.name("dead"), 1)
+        values = [os.urandom(1_200_000) for _ in range(12)]
+        producer = Producer({**place.options, "message.max.bytes": 3_000_000})
+        for value in values:
+            producer.produce(place.source, value, b"k")
+        assert producer.flush(60) == 0
+        member = place.member(copied(place), dead_letter_topic=dead)
+        with running(member):
+            wait_until(lambda: member.committed == len(values), 60, "all messages")
+        assert [letter.value() for letter in outbox_kafka.consume(dead, len(values))] == [None] * len(values)
+    assert pauses == []
+    assert "starts a new session" not in caplog.text
+    assert caplog.text.count("too large for its topic") <= len(values) + 1
+
+
+@pytest.mark.parametrize(("each", "seconds", "refused"), [(1, 60.0, 1), (10, 60.0, 1), (1, 0.0, 2)])
+def test_records_that_fit_by_themselves_and_not_together(
+    outbox_kafka, pauses, caplog, monkeypatch, each, seconds, refused
+):
+    """Later they go together again: without a minute in between, the next five are refused, too."""
+    caplog.set_level("INFO", "outbox")
+    monkeypatch.setattr(_session, "_APART_SECONDS", seconds)
+    with closing(Place(outbox_kafka, 1)) as place:
+        narrow = outbox_kafka.create_topic(outbox_kafka.name("narrow"), 1, {"max.message.bytes": "1000"})
+        place.feed(range(10))
+        member = place.member(
+            lambda message: [Record(narrow, message.key(), os.urandom(500))] * each, batch=5, batch_seconds=30.0
+        )
+        with running(member):
+            wait_until(lambda: member.committed == 10, 60, "all messages")
+        keys = [message.key() for message in outbox_kafka.consume(narrow, 10 * each)]
+    assert keys == [f"k{number}".encode() for number in range(10) for _ in range(each)]
+    assert caplog.text.count("too large for its topic") == refused
+    assert pauses == []
 
 
 @pytest.mark.parametrize("option", [{}, {"message.max.bytes": 900_000}], ids=["for the topic", "for this client"])
