@@ -348,6 +348,8 @@ def mortal_network(of_group: OfGroup) -> Iterator[tuple[KafkaCluster, KafkaProxy
     # As they were, whatever a test that failed has left.
     cluster.resume_broker(0)
     cluster.start()
+    # Its connections, and what it holds back, are not the next test's.
+    proxy.stop()
     proxy.clear()
     proxy.heal()
     proxy.start()

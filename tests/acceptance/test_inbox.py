@@ -51,7 +51,7 @@ def test_each_effect_is_there_once_whoever_is_killed_or_joins(start):
     def kill(member: Process) -> None:
         """Kill a member in the middle of a backlog."""
         before = log.count()
-        backlog(1_500)
+        backlog(3_000)
         wait_until(lambda: log.count() > before + 300, 60, "progress")
         member.signal(signal.SIGKILL)
         assert log.count() < written()

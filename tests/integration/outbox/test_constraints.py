@@ -200,7 +200,7 @@ def test_no_control_character_in_an_idempotency_key(outbox_postgres):
 
 @pytest.mark.parametrize("name", ["ce_subject", "idempotency-key"])
 def test_the_check_of_a_header_costs_what_others_do(outbox_postgres, name):
-    """A regular expression that counted the characters took milliseconds for each row."""
+    """A regular expression that counted the characters took a hundred times as long."""
     with outbox_postgres.connect() as connection:
 
         def seconds(header):
@@ -213,7 +213,7 @@ def test_the_check_of_a_header_costs_what_others_do(outbox_postgres, name):
                 )
             return time.perf_counter() - began
 
-        assert min(seconds(name) for _ in range(5)) < 5 * min(seconds("other-header") for _ in range(5))
+        assert min(seconds(name) for _ in range(5)) < 20 * min(seconds("other-header") for _ in range(5))
 
 
 def test_a_nul_never_gets_in(outbox_postgres):

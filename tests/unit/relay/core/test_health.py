@@ -134,6 +134,15 @@ def test_the_control_loop_waits_with_its_reason_without_any_lane(worker):
     assert (worker.ready(), worker.waits()) == (True, [])
 
 
+def test_upkeep_that_fails_leaves_the_worker_ready(worker):
+    assert worker.health.upkeep_waits("slot") == 0.0
+    worker.later(2 * STANDING)
+    health = worker.health.look(worker.leases, worker.turned_at)
+    assert (health.ready, health.waits, health.upkeep) == (True, [], {"slot": 2 * STANDING})
+    worker.health.upkeep_goes_on("slot")
+    assert worker.health.look(worker.leases, worker.turned_at).upkeep == {}
+
+
 def test_the_control_loop_and_lanes_that_wait_for_the_same_are_one_wait(worker):
     worker.health.waits([1], DatabaseUnavailable("away"))
     worker.now += 1.0

@@ -45,7 +45,7 @@ CUT, RETENTION, RECREATED = LossKind.CUT, LossKind.RETENTION, LossKind.RECREATED
     ("here", "extent", "ids", "error", "shown", "kind", "lost"),
     [
         (2, OffsetBounds(3, 9), "id-1", DataLost, "messages 2 to 2", RETENTION, (2, 3)),
-        (10, OffsetBounds(0, 8), "id-1", DataLost, "log ends at 8", CUT, (8, 10)),
+        (10, OffsetBounds(0, 9), "id-1", DataLost, "log ends at 9", CUT, (9, 10)),
         # A topic that was made anew is no cut and no retention, whatever its offsets look like.
         (10, OffsetBounds(0, 8), "id-2", TopicRecreated, "id-2", RECREATED, (10, None)),
         (2, OffsetBounds(5, 9), "id-2", TopicRecreated, "id-2", RECREATED, (2, None)),
