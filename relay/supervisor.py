@@ -6,7 +6,7 @@ control loop reconnects; the leases are renewed as soon as Postgres is back, unl
 
 A relay that has not been able to publish for two leases releases its lanes if another relay is alive: that one may
 reach the brokers. It then does not count as alive for a minute, so that the others share all lanes, and tries again;
-at once when none of the others is alive any more, and then it gives way to the next one at once if it still fails.
+at once when none of the others is alive any more, and then it gives way to the next one at its first failure.
 
 Stopping: the first signal lets the turn in flight finish, for at most ``shutdown_seconds``; then the lanes are
 released. A second signal, or the deadline, leaves the turn in flight to the next holders of the lanes, who send it
@@ -135,8 +135,8 @@ class Supervisor:
         self._beat_at = self._forget_at = self._disconnected_at = -1e9
         self._reported: frozenset[int] = frozenset()
         self._away_until = 0.0
-        self._back_early = False
-        """Whether the next lanes come before the end of the minute: it is not known whether this relay can publish."""
+        self._early_until = 0.0
+        """When the minute would have ended that this relay did not stay away for, as it was alone."""
         self._expired_reminder = Reminder()
 
     def health(self) -> Health:
@@ -387,12 +387,12 @@ class Supervisor:
         others = len(distribution.held.keys() - {self._components.instance})
         if self._away and not others:
             log.info("no other relay is alive; this one takes lanes again")
-            self._away_until = now
-            self._back_early = True
+            self._early_until, self._away_until = self._away_until, now
             # It counts from now on, and shares the lanes of the next tick.
             self._beat_and_renew(table)
             return True
-        patience = max(2 * self._components.lease_seconds, 10.0)
+        # It has been patient before.
+        patience = 0.0 if now < self._early_until else max(2 * self._components.lease_seconds, 10.0)
         if since is not None and others and now - since >= patience and self._held.leases and not self._away:
             log.error("nothing could be published; the lanes are left to another relay", seconds=round(now - since))
             self._held.recall_all()
@@ -420,9 +420,7 @@ class Supervisor:
             self._health.goes_on([lease.lane for lease in leases])
             log.info("lanes acquired", lanes=len(leases), epochs={lease.lane: lease.epoch for lease in leases[:16]})
             if not self._held.leases:
-                if not self._back_early:
-                    self._worker.loop.failing_since = None
-                self._back_early = False
+                self._worker.loop.failing_since = None
             self._held.give(leases)
 
     def _shut_down(self, abandon: threading.Event) -> int:

@@ -97,7 +97,8 @@ SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s
 # Of any source: the setting may have changed. A replay counts as its event, a copy for a dead-letter topic does not.
 _MISSING: Final = """
 WITH missing AS MATERIALIZED (
-    SELECT DISTINCT ON (p.event_id, p.copy) p.*
+    SELECT DISTINCT ON (p.event_id, p.copy) p.event_id, p.copy, p.aggregate_type, p.aggregate_id, p.topic, p.partition,
+           p."offset", p.published_at
       FROM (SELECT *, coalesce(headers ? %(dead)s, false) AS copy FROM {published}
              WHERE published_at >= %(since)s AND published_at < %(until)s) AS p
      WHERE NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id AND s.copy = p.copy)
@@ -285,30 +286,36 @@ class Recovery(Reconciler):
 
         [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
         lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")
+        places = [(EventPlace(*place), sure) for *place, sure in lost]
         missing = [
-            (EventPlace(*place), overtaken)
-            for *place, overtaken in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")
+            (EventPlace(*place), by_known)
+            for *place, by_known in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")
         ]
-        # What Postgres has lost is later than all that it has.
-        later = {(topic, key) for _, key, topic, *_ in lost}
+        # By time: what Postgres has lost is later than all that it has, and what was never archived may be earlier.
+        last_lost: dict[tuple[str, str], dt.datetime] = {}
+        for place, _ in places:
+            key = place.topic, place.aggregate_id
+            last_lost[key] = max(place.at, last_lost.get(key, place.at))
+
+        def overtaken(event: EventPlace, by_known: bool) -> bool:
+            # A copy for a dead-letter topic has no order.
+            at = last_lost.get((event.topic, event.aggregate_id))
+            return not event.copy and (by_known or (at is not None and at >= event.at - CLOCKS))
+
         return Comparison(
             since,
             until,
             read,
             others,
             relays,
-            [EventPlace(*place) for *place, sure in lost if sure],
-            [EventPlace(*place) for *place, sure in lost if not sure],
+            [place for place, sure in places if sure],
+            [place for place, sure in places if not sure],
             dict(compared(_FOUND)),
             [event_id for (event_id,) in compared(_CHANGED)],
             standing("scheduled", sql.SQL("0")),
             standing("dead_letters", sql.Identifier("lane")),
             [event for event, _ in missing],
-            [
-                event
-                for event, overtaken in missing
-                if overtaken or (not event.copy and (event.topic, event.aggregate_id) in later)
-            ],
+            [event for event, by_known in missing if overtaken(event, by_known)],
             findings.lanes,
         )
 
