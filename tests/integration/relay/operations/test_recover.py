@@ -213,6 +213,18 @@ def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restore
     assert {event_id for event_id, _ in resent(restored)} == put_back
 
 
+def test_what_was_published_before_the_archive_began_overtakes_nothing(restored):
+    missing = new_id()
+    restored.put("published", missing, ", lane, id, created_at, topic", f", 1, -1, now(), '{restored.topics[0]}'")
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    before = int((time.time() - 3 * 3600) * 1000)
+    producer.produce(restored.topics[0], b"{}", restored.key, headers=[("ce_id", new_id())], timestamp=before)
+    assert producer.flush(60) == 0
+    restored.since = (dt.datetime.fromisoformat(restored.since) - dt.timedelta(hours=4)).isoformat()
+    found = restored.recover("--dry-run", status=1)
+    assert (len(found["lost"]) + len(found["unsure"]), ids(found["missing"]), found["overtaken"]) == (1, {missing}, [])
+
+
 @pytest.mark.parametrize("moved", ["topic", "source", "clock"])
 def test_what_is_elsewhere_on_kafka_is_not_lost(restored, moved):
     """In the topic of a former route, under a former ce_source, or with the time of a relay whose clock was behind."""
