@@ -26,7 +26,7 @@ class Rig:
 
     def start(self, instance: str, delivery: str, failpoint: str = "", **more):
         env = {"OUTBOX_TRACE_PROTOCOL": str(self._file), "OUTBOX_FAILPOINTS": failpoint}
-        settings = {"relay__instance": instance, "relay__batch_size": 2, "relay__lease_seconds": 600}
+        settings = {"relay__instance": instance, "relay__batch_size": 2, "relay__lease_seconds": 60}
         return self._relay(env=env, delivery=delivery, name=self._name, **settings, **more)
 
     def write(self, count: int) -> None:
