@@ -93,10 +93,18 @@ def test_keys_that_are_blocked_by_a_dead_letter_wait_and_no_others(smaller):
     assert smaller.others() == ONCE
 
 
-@pytest.mark.parametrize(("how", "source"), [("kill", "polling"), ("pause", "wal")])
-def test_a_relay_that_takes_over_while_events_are_refused(smaller, outbox_relay, source, how):
+@pytest.fixture
+def sized(request):
+    """An outbox by the name of its fixture; before what uses it, which so ends first."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize(
+    ("how", "source", "sized"), [("kill", "polling", "smaller"), ("pause", "wal", "outboxed")], indirect=["sized"]
+)
+def test_a_relay_that_takes_over_while_events_are_refused(sized, outbox_relay, source, how):
     """The former relay is killed, or wakes up when another one has its lanes, and initializes a producer anew."""
-    name = smaller.kafka.name("outbox")
+    name = sized.kafka.name("outbox")
     settings = {
         "name": name,
         "delivery": "exactly-once",
@@ -108,22 +116,22 @@ def test_a_relay_that_takes_over_while_events_are_refused(smaller, outbox_relay,
         ),
     }
     if source == "wal":
-        to_wal(smaller.url, settings)
-    smaller.write(2000)
+        to_wal(sized.url, settings)
+    sized.write(2000)
     former = outbox_relay(**settings)
-    wait_until(lambda: smaller.waits() == 0, 60, "the first events")
-    smaller.write_all()
+    wait_until(lambda: sized.waits() == 0, 60, "the first events")
+    sized.write_all()
     wait_until(
-        lambda: smaller.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
+        lambda: sized.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
     )
     getattr(former, how)()
     outbox_relay(**settings)
     attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
-    [(tried,)] = smaller.run(attempts)
-    wait_until(lambda: smaller.waits() == 0 or smaller.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts")
+    [(tried,)] = sized.run(attempts)
+    wait_until(lambda: sized.waits() == 0 or sized.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts")
     if how == "pause":
         former.resume()
-    wait_until(lambda: smaller.waits() == 0, 120, "all events")
-    assert sorted(smaller.dead()) == KEYS
-    assert smaller.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
-    assert smaller.others() == ONCE
+    wait_until(lambda: sized.waits() == 0, 120, "all events")
+    assert sorted(sized.dead()) == KEYS
+    assert sized.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
+    assert sized.others() == ONCE
