@@ -24,7 +24,7 @@ SCHEMA = "order_id string, amount_cents long, status string"
 def orders(spark: SparkSession, servers: str, topic: str) -> DataFrame:
     """Return the topic's orders as a stream."""
     source = {"kafka.bootstrap.servers": servers, "subscribe": topic, "startingOffsets": "earliest"}
-    # Spark reads aborted transactions, too, unless it is told not to.
+    # By default Spark reads aborted transactions, too.
     source |= {"kafka.isolation.level": "read_committed", "includeHeaders": "true"}
     event_id = F.expr("CAST(filter(headers, h -> h.key = 'ce_id')[0].value AS STRING)").alias("event_id")
     order = F.from_json(F.col("value").cast("string"), SCHEMA, {"mode": "FAILFAST"}).alias("order")

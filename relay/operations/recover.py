@@ -263,7 +263,9 @@ class Recovery(Reconciler):
     _seen: Sequence[Any] = ()
 
     def compare(self, since: dt.datetime, until: dt.datetime) -> Comparison:
-        """Return the differences. ``since`` is the point of the restore; only records of our ``ce_source`` count.
+        """Return the differences. ``since`` is the point of the restore.
+
+        Only records of our ``ce_source`` are our events, but Kafka has not lost what it has under another one.
 
         Raises OperationRefused while a transaction is open in a topic of events: it hides what Kafka has behind it.
         """

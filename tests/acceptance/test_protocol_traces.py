@@ -29,6 +29,19 @@ class Rig:
         settings = {"relay__instance": instance, "relay__batch_size": 2, "relay__lease_seconds": 60}
         return self._relay(env=env, delivery=delivery, name=self._name, **settings, **more)
 
+    def taken_over(self, delivery: str, failpoint: str):
+        """Let a relay sleep at a failpoint, and another one publish the rest; wake the first, and return both."""
+        db.change_lanes(self.url, 1)
+        self.write(6)
+        sleeper = self.start("sleeper", delivery, f"{failpoint}=pause@2")
+        wait_until(lambda: halted(sleeper), what="the relay to sleep")
+        end_leases(self.url)
+        other = self.start("other", delivery)
+        wait_until(lambda: owners(self.url) == {"other": 1}, what="the other relay to take the lane")
+        drained(self.url)
+        sleeper.resume()
+        return sleeper, other
+
     def write(self, count: int) -> None:
         """Write events of four keys."""
         write(self.url, (Event(self._kind, "abcd"[number % 4], "Written", {"n": number}) for number in range(count)))
@@ -52,15 +65,7 @@ def find(steps: list[traces.Line], relay: str, step: str) -> int:
 
 def test_at_least_once_a_relay_that_sleeps(rig):
     """It wakes with what it has read and checked in time, sends it once more, and settles nothing."""
-    db.change_lanes(rig.url, 1)
-    rig.write(6)
-    sleeper = rig.start("sleeper", "at-least-once", "batch.fetched=pause@2")
-    wait_until(lambda: halted(sleeper), what="the relay to sleep")
-    end_leases(rig.url)
-    other = rig.start("other", "at-least-once")
-    wait_until(lambda: owners(rig.url) == {"other": 1}, what="the other relay to take the lane")
-    drained(rig.url)
-    sleeper.resume()
+    sleeper, other = rig.taken_over("at-least-once", "batch.fetched")
     sleeper.wait_for_log("lane lost")
     ends(other)
     ends(sleeper)
@@ -78,14 +83,7 @@ def test_at_least_once_a_relay_that_sleeps(rig):
 
 def test_exactly_once_a_relay_that_sleeps_before_its_commit(rig):
     """It is fenced meanwhile."""
-    db.change_lanes(rig.url, 1)
-    rig.write(6)
-    sleeper = rig.start("sleeper", "exactly-once", "txn.confirmed=pause@2")
-    wait_until(lambda: halted(sleeper), what="the relay to sleep")
-    end_leases(rig.url)
-    other = rig.start("other", "exactly-once")
-    drained(rig.url)
-    sleeper.resume()
+    sleeper, other = rig.taken_over("exactly-once", "txn.confirmed")
     sleeper.wait_for_log("another relay")
     ends(other)
     ends(sleeper)

@@ -130,7 +130,7 @@ def test_a_look_at_a_topic_is_repeated_while_its_leader_moves(mortal_network):
         except ConsumerUnavailable as error:
             wrong[code] = str(error)
     assert wrong == dict.fromkeys(LEADER_MOVES, False)
-    # And none of the topic's partitions has a leader: then nobody can even be asked.
+    # And none of the topic's partitions has a leader: then there is no broker to ask.
     proxy.on(METADATA, edit_response(leaderless))
     assert view.look([topic]) == expected
     assert proxy.fired[-1].api_key == METADATA

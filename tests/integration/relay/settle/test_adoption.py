@@ -213,7 +213,7 @@ def test_lanes_that_have_nothing_to_settle_are_adopted_at_once_and_no_others(tab
     assert adopted == {0: (markers[0], identity), 1: (None, identity)}
     assert tables.ids() == {lane: "mine" if lane in adopted else "former" for lane in range(MANY)}
     assert [(lease.former_id, lease.last_batch) for lease in leases[:3]] == [("mine", 4), ("mine", None), (None, None)]
-    # The one of a worker without transactions names nobody.
+    # A worker without transactions has no transactional id.
     assert source.store.adopt_settled(leases, markers, None).keys() == {0, 1, 8}
     assert {lane for lane, named in tables.ids().items() if named is None} == {0, 1, 8}
 
