@@ -8,10 +8,10 @@ stand open for a while, and are committed or aborted; one is left open when its 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self
+from functools import partial
+from typing import Any, Final
 
 import orjson
 from confluent_kafka import KafkaException, Producer
@@ -21,7 +21,7 @@ from raw_kafka import produce
 from chaos.course import REFUSED_BYTES, Course
 from chaos.history import STRANGER
 from chaos.stage import Stage
-from outbox.sandbox._process import patience
+from chaos.threads import Threads
 
 _PAUSE: Final = (0.1, 0.6)
 _LONGEST_OPEN: Final = 3.0
@@ -32,7 +32,7 @@ _STEP_SECONDS: Final = 10.0
 _MOST: Final = 3
 
 
-class Strangers:
+class Strangers(Threads):
     """Writes until ``stop``, in two threads; the messages and their order are those of the course's seed.
 
     The job of Spark reads no values and is strict, so it gets none that would be dead letters.
@@ -45,34 +45,12 @@ class Strangers:
         self._names = stage.first_topics
         self._transactional_id = stage.topics.name("stranger")
         self._seed = course.seed
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._threads = [
-            threading.Thread(target=self._run, args=(write,), name=f"stranger-{write.__name__}", daemon=True)
-            for write in (self._loose, self._transactional)
-        ]
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60 * patience())
-
-    def stop(self) -> None:
-        """End what is under way, and raise what ended it before."""
-        self.__exit__()
-        if self._error is not None:
-            raise self._error
+        super().__init__(
+            {f"stranger-{write.__name__}": partial(self._run, write) for write in (self._loose, self._transactional)}
+        )
 
     def _run(self, write: Any) -> None:
-        try:
-            write(random.Random(f"strangers of {self._seed}, {write.__name__}"))
-        except BaseException as error:  # noqa: BLE001 - raised again by stop()
-            self._error = error
+        write(random.Random(f"strangers of {self._seed}, {write.__name__}"))
 
     def _loose(self, chance: random.Random) -> None:
         for topic, messages in self._drawn(chance):

@@ -6,15 +6,16 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Self
+from functools import partial
+from typing import Any, Final
 
 import orjson
 import psycopg
 
 from chaos.course import WRITERS, Course, Transaction, Write, transactions
 from chaos.history import EventIds, Kind, digest_of, event_of
+from chaos.threads import Threads
 from outbox import Event, Outbox
-from outbox.sandbox._process import patience
 
 _TABLES: Final = """
 CREATE TABLE business (event bigint PRIMARY KEY, kind smallint NOT NULL, key text NOT NULL, seq int NOT NULL,
@@ -31,7 +32,6 @@ INSERT INTO business SELECT * FROM unnest(%s::bigint[], %s::smallint[], %s::text
                                           %s::boolean[])"""
 
 _POOL_BYTES: Final = 1 << 22
-_END_SECONDS: Final = 60.0
 
 
 def prepare(url: str) -> None:
@@ -82,7 +82,7 @@ class Pace:
             stop.wait(min(max(until - time.monotonic(), 0.005), 0.1))
 
 
-class Workload:
+class Workload(Threads):
     """Writers that go on until ``stop``. Where Postgres is away they try again, with the next transaction.
 
     ``url`` leads past the proxies: these are for the relays. ``attempted`` and the figures are final after ``stop``.
@@ -96,41 +96,17 @@ class Workload:
         self._pace = pace
         self._payloads = Payloads(course.seed)
         self._outbox = Outbox()
-        self._stop = threading.Event()
-        self._errors: list[BaseException] = []
         self.attempted = dict.fromkeys(range(WRITERS), 0)
         self.committed_bytes = [0] * WRITERS
         self.committed_events = [0] * WRITERS
         self.unknown = [0] * WRITERS
         self.rolled_back = [0] * WRITERS
-        self._threads = [
-            threading.Thread(target=self._run, args=(number,), name=f"writer-{number}", daemon=True)
-            for number in range(WRITERS)
-        ]
+        super().__init__({f"writer-{number}": partial(self._run, number) for number in range(WRITERS)})
 
     @property
     def written(self) -> int:
         """How many events were committed so far, as their writers know."""
         return sum(self.committed_events)
-
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(_END_SECONDS * patience())
-
-    def stop(self) -> None:
-        """End the transactions under way. Raise what ended a writer before."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(_END_SECONDS * patience())
-        if self._errors:
-            raise self._errors[0]
-        assert not any(thread.is_alive() for thread in self._threads), "a writer does not end"
 
     def _run(self, writer: int) -> None:
         connection: psycopg.Connection[Any] | None = None
@@ -144,8 +120,6 @@ class Workload:
                 if connection is not None and not self._do(connection, writer, transaction, size):
                     connection.close()
                     connection = None
-        except BaseException as error:  # noqa: BLE001 - raised again by stop()
-            self._errors.append(error)
         finally:
             if connection is not None:
                 connection.close()
