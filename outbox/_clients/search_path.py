@@ -34,6 +34,8 @@ import psycopg
 from psycopg import pq
 from psycopg.abc import Params
 
+from outbox._clients.pipeline import pipeline
+
 PIN: Final = "SET search_path = pg_catalog"
 PIN_LOCAL: Final = "SET LOCAL search_path = pg_catalog"
 _PIN_RETURNING_PATH: Final = """
@@ -135,6 +137,6 @@ class _PooledCursor(psycopg.Cursor[Any]):
             # Up to its next sync, a pipeline is one transaction.
             connection.make_settings()
             return super().execute(query, params, **options)
-        with connection.pipeline(), connection.transaction():
+        with pipeline(connection), connection.transaction():
             super().execute(query, params, **options)
         return self

@@ -16,6 +16,7 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import set_json_loads
 
+from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.ports import Batches, Claim, UnsettledBatch
@@ -183,16 +184,8 @@ class Session:
         return self.connection.execute(query, values).fetchall()
 
     def _read(self, plan: TurnPlan) -> Sequence[Any]:
-        lost: psycopg.OperationalError | None = None
-        looking: psycopg.Cursor[Any] | None = None
-        with self.connection.pipeline():
-            try:
-                looking = self.send(plan.reads, plan.looks)
-            except psycopg.OperationalError as error:
-                # psycopg logs a warning when an exception leaves a pipeline block, which would happen at every stop.
-                lost = error
-        if lost is not None:
-            raise lost
+        with pipeline(self.connection):
+            looking = self.send(plan.reads, plan.looks)
         for read in plan.reads:
             assert read.cursor is not None
             read.rows = read.cursor.fetchall()

@@ -48,6 +48,7 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import sql
 
+from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lane import listed
@@ -288,7 +289,7 @@ class Settlement:
 
         None: it is not known that what was read is durable; settle first.
         """
-        with self._connection.pipeline():
+        with pipeline(self._connection):
             written = self._connection.execute(_WRITTEN)
             holding = self._connection.execute(*self.still_held(lanes))
         row = written.fetchone()
@@ -348,7 +349,7 @@ class Settlement:
             return
         ttl_ms = min((int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes), default=0)
         with self._connection.transaction():
-            with self._connection.pipeline():
+            with pipeline(self._connection):
                 self._connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
                 self._connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             yield

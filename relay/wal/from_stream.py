@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from psycopg.rows import tuple_row
 
+from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.core.ports import Claim, WalPosition
 from relay.database import unavailable_on_error
@@ -192,7 +193,7 @@ class StreamReader:
         # What was read ahead has arrived: the leases are checked after the rows were read.
         connection = self._lanes.table.connection
         checking = connection.cursor()
-        with connection.pipeline() if reads or checked else nullcontext():
+        with pipeline(connection) if reads or checked else nullcontext():
             if reads:
                 self._send(announced)
             if checked:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
+from outbox._clients.pipeline import pipeline
 from outbox.consumer.postgres_errors import passing
 from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import (
@@ -124,7 +125,7 @@ class DirectCopy:
         if ids is not None and not small:
             # COPY does not go into a pipeline.
             processed.copy_ids(cursor, dedup, ids)
-        with connection.pipeline():
+        with pipeline(connection):
             # COPY has locked the table, so it can't be altered any more until COMMIT.
             looked = _ask(connection.cursor(), self.table, self.columns)
             if ids is not None and small:

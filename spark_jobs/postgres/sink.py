@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psycopg
 
+from outbox._clients.pipeline import pipeline
 from outbox.consumer import connections
 from outbox.consumer.errors import OffsetMoved
 from outbox.consumer.groups import GroupStore
@@ -141,7 +142,7 @@ class PostgresTransaction:
 
     def at_once(self) -> AbstractContextManager[object]:
         """Send the statements of several calls before the first answer is awaited."""
-        return self.cursor.connection.pipeline()
+        return pipeline(self.cursor.connection)
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         if self._sink.direct is not None and way == Way():
