@@ -138,7 +138,7 @@ def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Encoder], texts: Mapping[st
             pieces += [_repeated(encoded.shape[1], ">i4", rows), encoded]
             continue
         there = column.is_valid().to_numpy(zero_copy_only=False)
-        pieces.append(_integers(np.where(there, encoded.shape[1], -1)))
+        pieces.append(_bytes_of(np.where(there, encoded.shape[1], -1), ">i4"))
         ends = np.concatenate([[0], np.cumsum(there * encoded.shape[1])]).astype(np.int32)
         pieces.append(_binary(ends, encoded[there]))
     for name, before in texts.items():
@@ -147,7 +147,7 @@ def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Encoder], texts: Mapping[st
         text = column.cast(pa.binary())
         if before:
             text = pc.binary_join_element_wise(pa.scalar(before, pa.binary()), text, pa.scalar(b"", pa.binary()))
-        pieces += [_integers(lengths), pc.fill_null(text, b"") if text.null_count else text]
+        pieces += [_bytes_of(lengths, ">i4"), pc.fill_null(text, b"") if text.null_count else text]
     joined = pc.binary_join_element_wise(*_merged(pieces), pa.scalar(b"", pa.binary()))
     _, ends, data = joined.buffers()
     return memoryview(data)[: int(np.frombuffer(ends, np.int32)[rows])]
@@ -177,10 +177,6 @@ def _binary(ends: np.ndarray[Any, Any], data: np.ndarray[Any, Any]) -> pa.Array:
     return pa.Array.from_buffers(
         pa.binary(), len(ends) - 1, [None, pa.py_buffer(ends), pa.py_buffer(np.ascontiguousarray(data))]
     )
-
-
-def _integers(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return _bytes_of(values, ">i4")
 
 
 def _repeated(value: int, kind: str, rows: int) -> np.ndarray[Any, Any]:

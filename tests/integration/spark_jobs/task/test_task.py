@@ -22,7 +22,6 @@ from consumer_group import NOON, event_id
 from task_sink import WAYS, Sink, sink
 
 from outbox.consumer.groups import GroupStore
-from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.model import ClaimedOffset, Partition
 from spark_jobs import ids as identity
 from spark_jobs.dedup import processed, strategies
@@ -66,7 +65,7 @@ def applied_before(sink: Sink) -> None:
 
 
 def behind_the_group(sink: Sink) -> None:
-    """A zombie of the same generation with an older plan."""
+    """A zombie of the same generation with an older plan; or the round of a task that its driver had given up on."""
     sink.apply([(event_id(n), n) for n in range(3)])
     report = sink.apply([(event_id(n), n) for n in range(7, 10)], start=1)
     promised((report["outcome"], sink.numbers(), sink.position()), ("moved", [0, 1, 2], 3))
@@ -283,14 +282,3 @@ def test_a_batch_without_repeats_takes_few_statements(sink: Sink, monkeypatch: p
     assert not any("batch" in query for query in seen)
     assert sink.numbers() == list(range(90))
     assert sink.told == ["applied"] * 3
-
-
-def test_the_day_of_an_id_is_that_of_its_time(sink: Sink) -> None:
-    for name, day in (
-        (event_id(1), "2026-03-04"),
-        (event_id(1, dt.datetime(1970, 1, 2, tzinfo=dt.UTC)), "1970-01-02"),
-        ("ffffffff-ffff-7fff-bfff-ffffffffffff", "1970-01-01"),
-        ("00000000-0000-4000-8000-000000000001", "1970-01-01"),
-    ):
-        query = f"SELECT ({DAY_OF_ID})::text FROM (SELECT '{name}'::uuid AS message_id) AS one"
-        assert sink.run(query) == [(day,)]

@@ -46,13 +46,6 @@ def test_rows_of_two_partitions_are_no_tasks(sink: Sink, monkeypatch: pytest.Mon
         assert "message_part is not 0: the transform mixes partitions" in report["detail"]
 
 
-def test_a_shorter_range_that_was_committed_meanwhile_is_no_take_over(sink: Sink) -> None:
-    """A task that its driver had given up on: the round is planned anew instead of ending the job."""
-    sink.apply([(event_id(1), 1)])
-    assert sink.apply([(event_id(1), 1), (event_id(2), 2)])["outcome"] == "moved"
-    assert sink.numbers() == [1]
-
-
 @pytest.mark.parametrize("way", ["batch", "direct"])
 def test_ranges_that_can_not_be_applied_together_keep_the_session(
     sink: Sink, caplog: pytest.LogCaptureFixture, way: str
