@@ -364,7 +364,11 @@ class World:
 
     def clean(self) -> dict[int, bool]:
         """Lanes that were let go of, and whether their row need name no id any more."""
-        return {gone.lease.lane: gone.clean for gone in self.held.take_let_go()}
+        return {lane: clean for lane, (clean, _) in self.let_go().items()}
+
+    def let_go(self) -> dict[int, tuple[bool, bool]]:
+        """The same, and whether they were lost."""
+        return {gone.lease.lane: (gone.clean, gone.lost) for gone in self.held.take_let_go()}
 
 
 def spread(lanes: int, each: int) -> dict[int, list[int]]:
