@@ -7,17 +7,14 @@ from typing import Any, Self
 
 import pytest
 from loop_fakes import Broker, all_of
+from polling_support import polling
 from support import look_up
 from typer.testing import CliRunner
 
-from outbox._app.settings import FailureSettings
 from relay.cli.app import app
 from relay.core.lane import LoopSettings
 from relay.core.pauses import CurrentPauses, Scope, ScopeKind, scopes_of
 from relay.database import Connector
-from relay.kafka.routing import Router
-from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 from relay.supervisor import Components, Supervisor
 
 LANE, OTHER_LANE = scopes_of([1, 2], [])
@@ -45,7 +42,6 @@ class Rig:
     def __init__(self, url: str, *, lease_seconds: float = 30.0) -> None:
         self.broker = Broker(always=all_of)
         self.pauses = CurrentPauses()
-        failures = Failures("outbox", FailureSettings(), Router())
         self.supervisor = Supervisor(
             Components(
                 instance="me",
@@ -55,7 +51,7 @@ class Rig:
                 shutdown_seconds=5.0,
                 loop=LoopSettings(),
                 connect=Connector(url, "control loop"),
-                source=lambda _: PollingSource(Connector(url, "worker"), "outbox", failures),
+                source=lambda _: polling(url),
                 publisher=self.broker.publisher,  # type: ignore[arg-type]
                 pauses=self.pauses,
             )

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from polling_support import polling
 from polling_worker import ROUTES, Worker, drain, note, published, quick_marks, settle, workers
 from support import backlog, tried, wait_until
 
@@ -32,11 +33,9 @@ from relay.core.ports import (
     Sent,
     UnsettledBatch,
 )
-from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 
 __all__ = ["quick_marks", "workers"]
 
@@ -222,9 +221,8 @@ def looped(worker: Worker, publisher: Any, watcher: Watcher, *, batch: int = 50,
     """The product's own loop, over a publisher of the test's."""
     stop, held = threading.Event(), HeldLanes()
     held.give(worker.leases)
-    failures = Failures("outbox", tried(100, 600.0, 600.0), ROUTES)
     loop = WorkerLoop(
-        lambda: PollingSource(Connector(worker.database.url, "loop"), "outbox", failures, **more),
+        lambda: polling(worker.database.url, policy=tried(100, 600.0, 600.0), router=ROUTES, **more),
         lambda _source: publisher,
         held=held,
         stop=stop,

@@ -10,21 +10,18 @@ from collections.abc import Collection, Iterator
 
 import psycopg
 import pytest
+from polling_support import polling
 from support import wait_until
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
-from outbox._app.settings import FailureSettings
 from outbox.errors import SchemaError
 from outbox.testing.fixtures import PrivatePostgres
 from relay.core.lease import Lease
 from relay.core.ports import Batches, LaneLocked, LaneLost, Receipt, Unavailable, UnsettledBatch
-from relay.database import Connector
-from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
 from relay.settle import settlement
-from relay.settle.retries import Failures
 from relay.wal.lane_hash import lane_of
 
 LANES = 2
@@ -63,12 +60,8 @@ class Box:
 
     def new_source(self, leases: Collection[Lease]) -> PollingSource:
         """Return a source that holds these lanes."""
-        failures = Failures("outbox", FailureSettings(), Router())
-        source = PollingSource(Connector(self.database.url, "test"), "outbox", failures, archive=self.archive)
-        self.opened.append(source)
-        for lease in leases:
-            source.hold(lease)
-        return source
+        self.opened.append(polling(self.database.url, leases, archive=self.archive))
+        return self.opened[-1]
 
     def close(self) -> None:
         for source in self.opened:
