@@ -15,27 +15,19 @@ from relay.polling.low_water_mark import LOWEST, LowWaterMarks
 __all__ = ["lanes"]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Marks:
     """Low-water marks with a clock and a horizon that a test sets. A read of all lanes each 1.5 seconds."""
 
     def __init__(self, *lanes: int) -> None:
         self.lanes = lanes
-        self.clock = Clock()
-        self.marks = LowWaterMarks(self.clock)
+        self.now = 0.0
+        self.marks = LowWaterMarks(lambda: self.now)
         self.xmin, self.xid, self.drawn = 10, 20, 0
         self.read: low_water_mark.Marks
 
     def start(self, after: float = 1.5) -> dict[int, int]:
         """Begin a read; return above which ids it looks."""
-        self.clock.now += after
+        self.now += after
         self.read = self.marks.start(self.lanes, draw_xid=self._draw, xmin=lambda: self.xmin)
         return self.read.above
 
