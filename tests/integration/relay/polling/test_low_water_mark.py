@@ -96,9 +96,9 @@ def test_the_marks_of_many_lanes_rise_with_one_transaction_id_each_by_what_it_re
     assert marks.start()[3] == 5000
 
 
-def below(database, source_: OneLane, reads: int = 10) -> bool:
+def below(database, source_: OneLane) -> bool:
     """Return whether rows below what was settled last are still found after a few reads."""
-    for _ in range(reads):
+    for _ in range(10):
         settle(source_, source_.fetch(10))
     with database.connect(autocommit=True) as admin:
         admin.execute(
