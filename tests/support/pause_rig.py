@@ -6,7 +6,7 @@ import threading
 from typing import Any, Self
 
 import pytest
-from loop_fakes import Broker, all_of
+from loop_fakes import Broker, OnePublisher
 from polling_support import polling
 from support import look_up
 from typer.testing import CliRunner
@@ -40,7 +40,7 @@ class Rig:
     """A relay's control loop and worker's loop over real Postgres; what it publishes is a list in memory."""
 
     def __init__(self, url: str, *, lease_seconds: float = 30.0) -> None:
-        self.broker = Broker(always=all_of)
+        self.broker = Broker()
         self.pauses = CurrentPauses()
         self.supervisor = Supervisor(
             Components(
@@ -52,7 +52,7 @@ class Rig:
                 loop=LoopSettings(),
                 connect=Connector(url, "control loop"),
                 source=lambda _: polling(url),
-                publisher=self.broker.publisher,  # type: ignore[arg-type]
+                publisher=lambda _source: OnePublisher(self.broker),
                 pauses=self.pauses,
             )
         )
@@ -70,16 +70,3 @@ class Rig:
 
     def lanes(self) -> set[int]:
         return {lane for turn in self.broker.turns for lane in turn}
-
-
-@pytest.fixture(autouse=True)
-def without_the_rules_of_loop_fakes(monkeypatch):
-    """There a source is a fake as well."""
-    monkeypatch.setattr(Broker, "publisher", lambda self, _source: _publisher(self))
-
-
-def _publisher(broker: Broker) -> Any:
-    from loop_fakes import OnePublisher
-
-    broker.opened += 1
-    return OnePublisher(broker)

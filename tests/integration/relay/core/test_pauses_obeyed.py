@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from counting import Counting
-from loop_fakes import Broker, Watcher, all_of
-from pause_rig import LANE, ORDERS, Rig, url, without_the_rules_of_loop_fakes
+from loop_fakes import Broker, OnePublisher, Watcher, all_of
+from pause_rig import LANE, ORDERS, Rig, url
 from pause_support import pause, read, resume
 from polling_support import add, polling, source, table, taken
 from support import look_up, wait_until
@@ -22,7 +22,7 @@ from relay.polling import low_water_mark, reader
 from relay.supervisor import Supervisor
 from relay.wal.lane_hash import lane_of
 
-__all__ = ["url", "without_the_rules_of_loop_fakes"]
+__all__ = ["url"]
 
 
 # What relays read
@@ -147,7 +147,7 @@ def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, ur
     held.give(table(outbox_postgres, "me").acquire(4))
     loop = WorkerLoop(
         lambda: polling(url),
-        broker.publisher,  # type: ignore[arg-type]
+        lambda _source: OnePublisher(broker),
         held=held,
         stop=threading.Event(),
         observer=Watcher(),
