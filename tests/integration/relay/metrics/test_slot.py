@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
+from alerting import scraped
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from support import IMPATIENT, wait_until
@@ -158,23 +159,18 @@ def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
     address = {"program": IMPATIENT, "relay__metrics_address": f"127.0.0.1:{port}"}
 
     def shown():
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-                lines = answer.read().decode().splitlines()
-        except OSError:
-            return {}
-        found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("outbox_slot_"))
-        return {series.removesuffix(f'{{outbox="{wal["name"]}"}}'): value for series, value in found.items()}
+        found = scraped(f"127.0.0.1:{port}")
+        return {series.partition("{")[0]: value for series, value in found.items() if series.startswith("outbox_slot_")}
 
     # One that polls, for as long as the slot waits to be read.
     relay = outbox_relay(**wal | {"source": "polling"}, **address)
-    wait_until(lambda: float(shown().get("outbox_slot_healthy", 0)) == 1, 30, "the slot to be looked at")
+    wait_until(lambda: shown().get("outbox_slot_healthy") == 1, 30, "the slot to be looked at")
     relay.terminate()
     assert relay.wait() == 0
     switch(url, wal, "wal")
     relay = outbox_relay(**wal, **address)
     wait_until(lambda: streaming(url), 30, "the lanes to stream")
-    wait_until(lambda: float(shown().get("outbox_slot_healthy", 0)) == 1, 30, "the slot to be looked at")
+    wait_until(lambda: shown().get("outbox_slot_healthy") == 1, 30, "the slot to be looked at")
     assert set(shown()) == {
         "outbox_slot_repairs_total",
         "outbox_slot_retained_wal_bytes",
