@@ -44,11 +44,7 @@ class Project:
 
     def python(self, *words: str, status: int = 0) -> str:
         """Run Python to its end, and return what it prints."""
-        settings = {
-            "DATABASES": self.databases,
-            "OUTBOX": self.outbox,
-            "MIGRATION_MODULES": self.migration_modules,
-        }
+        settings = {"DATABASES": self.databases, "OUTBOX": self.outbox, "MIGRATION_MODULES": self.migration_modules}
         done = subprocess.run(
             [sys.executable, "-W", "error", *words],
             env=os.environ

@@ -43,11 +43,7 @@ class Worker:
         self._sources: list[PollingSource] = []
 
     def source(self, router: Router = ROUTES, attempts: int = 1, **more: Any) -> PollingSource:
-        failures = Failures(
-            "outbox",
-            tried(attempts, 600.0, 600.0),
-            router,
-        )
+        failures = Failures("outbox", tried(attempts, 600.0, 600.0), router)
         connect = more.pop("connect", Connector(self.database.url, "test"))
         source = PollingSource(connect, "outbox", failures, **more)
         self._sources.append(source)

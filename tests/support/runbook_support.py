@@ -49,12 +49,6 @@ class Orders:
         drained(self.url)
 
 
-def change(url: str, statement: str) -> None:
-    """Change a database by hand."""
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(statement.encode())
-
-
 @contextmanager
 def forgotten(url: str, statement: str) -> Iterator[int]:
     """Hold what a statement locks, in a session that forgets its transaction; yield its process id."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from psycopg import sql
-from rows_and_roles import drop_role
-from runbook_support import TYPED, Orders, change
+from rows_and_roles import drop_role, execute
+from runbook_support import TYPED, Orders
 from runbooks import Operator
 from shop import Shop
 from support import IMPATIENT
@@ -46,7 +46,7 @@ def role(outbox_postgres) -> Iterator[Callable[..., str]]:
 def monitor(outbox_postgres, role) -> str:
     """The address of the database for a role that may only look."""
     name = role("monitor", "consumer-monitor")
-    change(outbox_postgres.url, f"GRANT pg_monitor TO {name}")
+    execute(outbox_postgres.url, f"GRANT pg_monitor TO {name}")
     return outbox_postgres.url.replace("postgres@", f"{name}@")
 
 
@@ -118,11 +118,10 @@ def shop(outbox_kafka) -> Shop:
     return Shop(outbox_kafka)
 
 
-@pytest.fixture(scope="session")
-def new_kafka() -> Iterator[KafkaCluster]:
+@pytest.fixture
+def new_kafka(of_group) -> KafkaCluster:
     """The cluster that is there instead of the lost one. It has nothing of the tests' outboxes."""
-    with KafkaCluster() as cluster:
-        yield cluster
+    return of_group.once(KafkaCluster)
 
 
 @pytest.fixture

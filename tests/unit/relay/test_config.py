@@ -236,15 +236,7 @@ def test_every_pattern_has_words_for_its_error():
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "relay run",
-        "db check",
-        "consume a:b --once",
-        "dead-letters list",
-        "offsets show",
-        "doctor",
-        "sandbox status",
-    ],
+    ["relay run", "db check", "consume a:b --once", "dead-letters list", "offsets show", "doctor", "sandbox status"],
 )
 def test_every_command_refuses_what_it_does_not_know(monkeypatch, command):
     monkeypatch.setenv("OUTBOX_DELIVRY", "exactly-once")

@@ -203,10 +203,7 @@ def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle,
     held = HeldLanes()
     held.give([lane.lease])
     loop = WorkerLoop(
-        lambda: lane.polling(
-            Failures("outbox", tried(1, 600.0, 600.0), BLOCK),
-            archive=True,
-        ),
+        lambda: lane.polling(Failures("outbox", tried(1, 600.0, 600.0), BLOCK), archive=True),
         lambda _source: watcher,
         held=held,
         stop=stop,

@@ -144,12 +144,7 @@ def test_after_a_failure_what_was_acknowledged_is_settled_and_the_rest_sent_by_a
     assert world.broker.turns == [{0: [1, 3], 1: [2, 4]}, {0: [3, 5], 1: [4]}]
     assert world.table.left == []
     assert (world.broker.opened, world.table.opened) == (2, 2)
-    assert world.watcher.seen == [
-        "published 2",
-        "unavailable [0, 1] broker gone",
-        "published 3",
-        "recovered [0, 1]",
-    ]
+    assert world.watcher.seen == ["published 2", "unavailable [0, 1] broker gone", "published 3", "recovered [0, 1]"]
 
 
 @pytest.mark.parametrize("error", [Unavailable("database gone"), SchemaError("disk full")])
@@ -207,11 +202,7 @@ def test_a_failure_while_fetching_sends_nothing():
     world.run()
     assert world.broker.log == [1, 2]
     assert world.table.left == []
-    assert world.watcher.seen == [
-        "unavailable [0, 1] database gone",
-        "published 2",
-        "recovered [0, 1]",
-    ]
+    assert world.watcher.seen == ["unavailable [0, 1] database gone", "published 2", "recovered [0, 1]"]
 
 
 @pytest.mark.parametrize("error", [Unavailable("no broker"), StateLost("no marker")])

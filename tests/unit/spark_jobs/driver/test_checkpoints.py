@@ -28,9 +28,7 @@ def decided(stored: Stored | None, one: Batch, **given: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("stored", "one"),
-    [(None, batch(0, "zero", None)), (HERE, batch(6, "six", "five"))],
-    ids=["the first", "the next"],
+    ("stored", "one"), [(None, batch(0, "zero", None)), (HERE, batch(6, "six", "five"))], ids=["the first", "the next"]
 )
 def test_what_follows_is_applied(stored, one):
     assert decided(stored, one) == "apply"
@@ -112,8 +110,7 @@ def test_an_unknown_form_of_the_log_is_no_proof(text):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("schema", "a int"), ("types", ["a"]), ("keep_order", True), ("start", "latest")],
+    ("name", "value"), [("schema", "a int"), ("types", ["a"]), ("keep_order", True), ("start", "latest")]
 )
 def test_what_is_about_messages_of_kafka_is_refused(name, value):
     job = ConsumerJob("g", effect="SELECT 1", **{name: value})
