@@ -22,7 +22,6 @@ from outbox.sandbox.postgres import PostgresServer
 from relay.wal.lane_hash import lane_of
 
 FAST = {"fsync": "off", "autovacuum": "off", **KEPT}
-NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
 
 
 class Shop:

@@ -46,15 +46,11 @@ class Shown:
         status, text = get(f"http://{self.address}/readyz?verbose")
         return status, text.splitlines()
 
-    def metric(self, name: str, reason: str | None = None, *, task: str | None = None) -> float:
-        """Return a figure; 0 for a task that has never failed."""
+    def metric(self, name: str, reason: str | None = None) -> float:
+        """Return a figure."""
         label = "" if reason is None else f',reason="{reason}"'
-        if task is not None:
-            label = f',task="{task}"'
         _, text = get(f"http://{self.address}/metrics")
         found = re.search(rf'^outbox_relay_{name}{{outbox="[^"]+"{label}}} (.+)$', text, re.MULTILINE)
-        if found is None and task is not None:
-            return 0.0
         assert found is not None, text
         return float(found[1])
 

@@ -156,9 +156,9 @@ class Worker:
         self.source.settle(sent.receipts)
         return sent
 
-    def in_hand(self, limit: int = 2) -> Batches:
+    def in_hand(self) -> Batches:
         """Read a turn, which is not published."""
-        batches = self.source.fetch({lease.lane: limit for lease in self.leases}).batches
+        batches = self.source.fetch({lease.lane: 2 for lease in self.leases}).batches
         self.source.settle({lane: Receipt() for lane in batches})
         return batches
 

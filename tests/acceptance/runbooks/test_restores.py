@@ -17,10 +17,10 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from inbox_support import Log
 from proxy import TcpProxy
-from restored import Backup, snapshot
+from restored import NOW, Backup, snapshot
 from rows_and_roles import execute
 from runbook_support import every_step_was_taken, of
-from shop import FAST, NOW, Shop, applied, outbox_of, prepare_sink
+from shop import FAST, Shop, applied, outbox_of, prepare_sink
 from standby import ask
 from support import MUTANT, await_stops, drained, ends, look_up, wait_until
 from wal_support import streaming
