@@ -114,21 +114,13 @@ class Worker:
             fence(options, transactional_id)
 
         takeover = Takeover(
-            self.source.store,
-            self.place.state,
-            fencing,
-            self.base_id if self.exact else None,
-            abandoned=self.abandoned,
+            self.source.store, self.place.state, fencing, self.base_id if self.exact else None, abandoned=self.abandoned
         )
         if not self.exact:
             made = IdempotentPublisher(sending, takeover)
         else:
             made = TransactionalPublisher(
-                sending,
-                base_id=self.base_id,
-                takeover=takeover,
-                lane_count=LANES,
-                state=self.place.state,
+                sending, base_id=self.base_id, takeover=takeover, lane_count=LANES, state=self.place.state
             )
             if not self.place.slow_commits_count:
                 made._clean_seconds = 3600.0

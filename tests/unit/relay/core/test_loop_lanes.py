@@ -182,9 +182,7 @@ def test_an_event_that_can_never_be_settled_is_sent_once_and_named_and_those_bef
     world.run()
     assert world.broker.log == [*range(1, 9), *range(101, 112)]
     assert world.table.rows == {0: list(range(6, 12)), 1: []}
-    assert set(map(str, stopped[1:-1])) == {
-        '([0], "event e6 is published, but can\'t be settled: [6] is too long")',
-    }
+    assert set(map(str, stopped[1:-1])) == {'([0], "event e6 is published, but can\'t be settled: [6] is too long")'}
     # A person sees to it, and the lane goes on by itself.
     world = World({0: list(range(1, 12)), 1: []}, settings=replace(SETTINGS, batch_size=8))
     world.table.stuck = {6}

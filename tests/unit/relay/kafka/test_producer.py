@@ -179,10 +179,7 @@ def test_what_the_broker_says_of_a_topic_is_the_topics_state_and_blames_no_lane(
 def test_a_refused_event_holds_up_its_key_in_its_lane_and_no_other():
     sender = new_sender(kafka={"message.max.bytes": "2000"})
     large = claim(0, 2, key="a", value=b"x" * 3000)
-    turn = {
-        0: [claim(0, 1), large, claim(0, 3, key="a"), claim(0, 4, key="b")],
-        1: [claim(1, 101, key="c")],
-    }
+    turn = {0: [claim(0, 1), large, claim(0, 3, key="a"), claim(0, 4, key="b")], 1: [claim(1, 101, key="c")]}
     sender.send(turn, soon())
     assert {lane: [item.position for item in sent] for lane, sent in sender.sent.items()} == {0: [1, 4], 1: [101]}
     [(item, reason)] = sender.refused[0]
