@@ -16,10 +16,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from confluent_kafka.cimpl import TopicPartition
 from support import wait_until
 
-from outbox.transform import (
-    Record,
-    Transformer,
-)
+from outbox.transform import Record, Transformer
 
 SCRIPT = Path(__file__).parents[1] / "support" / "transformer.py"
 KEYS = 200
