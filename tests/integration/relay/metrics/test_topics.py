@@ -17,11 +17,7 @@ from relay.kafka.routing import Route, Router
 from relay.metrics import topics
 from relay.metrics.topics import TopicAges
 
-ROUTES = {
-    "Order": Route("orders", dead_letter_topic="orders-dead"),
-    "Bill": Route("bills"),
-    "Stock": Route("stock"),
-}
+ROUTES = {"Order": Route("orders", dead_letter_topic="orders-dead"), "Bill": Route("bills"), "Stock": Route("stock")}
 
 
 class Waiting:
