@@ -80,10 +80,7 @@ def nothing_moved(bench: Bench) -> None:
     assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
 
 
-@pytest.mark.parametrize(
-    ("way", "transform"),
-    [("direct", None), ("partition", "same"), ("batch", None)],
-)
+@pytest.mark.parametrize(("way", "transform"), [("direct", None), ("partition", "same"), ("batch", None)])
 def test_a_message_that_does_not_decode_costs_one_row(bench, topics, way, transform):
     made = job(bench, topics["bad"], way, (lambda rows: rows) if transform else None)
     totals = bench.once(made)

@@ -105,8 +105,7 @@ def test_an_unknown_form_of_the_log_is_no_proof(text):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("schema", "a int"), ("types", ["a"]), ("keep_order", True), ("start", "latest")],
+    ("name", "value"), [("schema", "a int"), ("types", ["a"]), ("keep_order", True), ("start", "latest")]
 )
 def test_what_is_about_messages_of_kafka_is_refused(name, value):
     job = ConsumerJob("g", effect="SELECT 1", **{name: value})
