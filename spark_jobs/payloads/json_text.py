@@ -174,7 +174,11 @@ def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
             raise JobError(f"schema: field {path}{name} is there twice; Spark does not tell upper from lower case")
     known = frozenset(declared.fieldNames())
     slots = [
-        (field.name, slot_of(field, policy, path), field.nullable and policy.missing == "null")
+        (
+            field.name,
+            _slot(field.dataType, field.nullable, path + field.name, policy),
+            field.nullable and policy.missing == "null",
+        )
         for field in declared.fields
     ]
     strict = policy.unknown == "dead-letter"
@@ -198,14 +202,9 @@ def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
     return convert
 
 
-def slot_of(field: t.StructField, policy: Policy, path: str = "") -> Convert:
-    """Return the function that converts a field's values, including NULL. Raises JobError."""
-    name = path + field.name
-    return _slot(_converter(field.dataType, name, policy), field.nullable, name, policy)
-
-
-def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Convert:
-    """Add the handling of NULL and the policy for wrong values."""
+def _slot(kind: t.DataType, nullable: bool, path: str, policy: Policy) -> Convert:
+    """Return the function that converts values, including NULL, by the policy for wrong ones. Raises JobError."""
+    convert = _converter(kind, path, policy)
 
     def slot(value: Any) -> Any:
         if value is None:
@@ -250,7 +249,7 @@ def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa:
     if isinstance(kind, t.StructType):
         return _fields(kind, f"{path}.", policy)
     if isinstance(kind, t.ArrayType):
-        element = _slot(_converter(kind.elementType, f"{path}[]", policy), kind.containsNull, f"{path}[]", policy)
+        element = _slot(kind.elementType, kind.containsNull, f"{path}[]", policy)
 
         def listed(value: Any) -> list[Any]:
             if type(value) is list:
@@ -259,7 +258,7 @@ def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa:
 
         return listed
     if isinstance(kind, t.MapType) and type(kind.keyType) is t.StringType:
-        inner = _slot(_converter(kind.valueType, f"{path}{{}}", policy), kind.valueContainsNull, f"{path}{{}}", policy)
+        inner = _slot(kind.valueType, kind.valueContainsNull, f"{path}{{}}", policy)
 
         def mapped(value: Any) -> list[tuple[str, Any]]:
             if type(value) is dict:

@@ -15,7 +15,7 @@ each other inside a value: objects and arrays need a comma there, and texts cont
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -30,8 +30,6 @@ from spark_jobs.payloads.reading import Policy
 
 _Piece = tuple[int, dict[str, pa.Array] | None]
 """How many payloads a piece has, and its columns; None if they must be read one by one."""
-Finish = Callable[[pa.Array], pa.Array]
-"""Converts parsed texts to a column. Raises pa.ArrowInvalid for a batch that must be read by json_text."""
 
 _KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
     t.StringType: pa.string(),

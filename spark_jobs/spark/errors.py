@@ -51,7 +51,7 @@ _KAFKA: Final = "org.apache.kafka."
 _REFUSED: Final = frozenset(
     f"{_KAFKA}common.errors.{name}" for name in ("AuthenticationException", "AuthorizationException")
 )
-_CORRUPT: Final = frozenset(f"{_KAFKA}common.errors.{name}" for name in ("CorruptRecordException",))
+_CORRUPT: Final = f"{_KAFKA}common.errors.CorruptRecordException"
 _NETWORK: Final = ("java.net.", "java.util.concurrent.TimeoutException")
 _NOT_OURS: Final = re.compile(
     r"ModuleNotFoundError: No module named 'spark_jobs[^\n]*|"
@@ -115,7 +115,7 @@ def of_spark(error: BaseException) -> Exception:
     if python is not None:
         return _of_python(python, line)
     kinds = list(_causes(error))
-    if any(kind in _CORRUPT for kind in kinds):
+    if _CORRUPT in kinds:
         return CorruptRecords(line)
     if any(kind in _REFUSED for kind in kinds):
         return NotAuthorized(f"Kafka: {line}; check the reader's credentials and the ACLs. Nothing was skipped")

@@ -237,7 +237,7 @@ def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[s
     That is so with a transform, with types whose JSON only Spark writes, and with ids made from decoded columns.
     """
     types = {field.name: _in_postgres(field.dataType) for field in fields.fields}
-    if job.transform is not None or None in types.values() or _by_columns(job):
+    if job.transform is not None or None in types.values() or ids_from(job.strategy) == "columns":
         return None
     columns = {name: kind for name, kind in types.items() if kind is not None}
     columns |= dict.fromkeys((TRACEPARENT, TRACESTATE), "text") if traced else {}
@@ -249,10 +249,6 @@ def _in_postgres(kind: DataType) -> str | None:
     plain = _plain(kind.simpleString())
     nested = plain is None and "variant" not in kind.simpleString() and has_json(arrow_type(kind))
     return "jsonb" if nested else plain
-
-
-def _by_columns(job: ConsumerJob) -> bool:
-    return isinstance(job.strategy, Fingerprint) and job.strategy.decoded
 
 
 def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:

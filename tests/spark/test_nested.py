@@ -77,25 +77,27 @@ def test_a_task_writes_what_spark_writes(spark, chance):
                 assert json.loads(ours, parse_float=Decimal) == json.loads(theirs, parse_float=Decimal)
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [
-        ("int", [0, -(2**31), 7]),
-        ("bigint", [0, -(2**63), 2**63 - 1]),
-        ("boolean", [True, False]),
-        ("decimal(20,0)", [Decimal(0), Decimal(2**64 - 1)]),
-    ],
-)
-def test_keys_of_a_map_that_are_no_texts(spark, kind, keys):
+def test_keys_of_a_map_that_are_no_texts(spark):
     """Protobuf has maps with such keys. In JSON the names in an object are texts."""
-    kind_of_map = f"map<{kind}, string>"
-    frame = spark.createDataFrame([({key: f"{key}" for key in keys},), ({},), (None,)], f"m {kind_of_map}")
-    assert spark_rows._in_postgres(frame.schema["m"].dataType) == "jsonb"
-    copied, _ = spark_rows.copyable(frame)
-    by_task = json_text(frame.toArrow().combine_chunks().column("m").chunk(0)).to_pylist()
-    by_spark = copied.toArrow().column("m").to_pylist()
-    assert by_task[1:] == by_spark[1:] == ["{}", None]
-    assert json.loads(by_task[0]) == json.loads(by_spark[0])
+    keys: dict[str, list[Any]] = {
+        "int": [0, -(2**31), 7],
+        "bigint": [0, -(2**63), 2**63 - 1],
+        "boolean": [True, False],
+        "decimal(20,0)": [Decimal(0), Decimal(2**64 - 1)],
+    }
+    rows = [
+        [{key: f"{key}" for key in some} for some in keys.values()],
+        [{} for _ in keys],
+        [None for _ in keys],
+    ]
+    frame = spark.createDataFrame(rows, ", ".join(f"`{kind}` map<{kind}, string>" for kind in keys))
+    copied, types = spark_rows.copyable(frame)
+    assert set(types.values()) == {spark_rows._in_postgres(one.dataType) for one in frame.schema} == {"jsonb"}
+    by_spark, table = copied.toArrow(), frame.toArrow().combine_chunks()
+    for kind in keys:
+        ours, theirs = json_text(table.column(kind).chunk(0)).to_pylist(), by_spark.column(kind).to_pylist()
+        assert ours[1:] == theirs[1:] == ["{}", None], kind
+        assert json.loads(ours[0]) == json.loads(theirs[0]), kind
 
 
 def test_keys_of_a_map_that_only_spark_writes(spark):

@@ -23,10 +23,10 @@ from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
-MESSAGES = 25_000
-FAULT = 12_345
+MESSAGES = 6_000
+FAULT = 3_456
 """In the midst of a round, of which others come before and after."""
-ROUND = 10_000
+ROUND = 2_500
 PATIENCE = 120.0
 
 # Without a constraint: whatever is applied twice shows.
@@ -109,15 +109,14 @@ job = ConsumerJob(
 )
 """
     )
-    most = 5_000
-    before = FAULT // most * most
+    before = FAULT // ROUND * ROUND
     # One core: a worker less to start, and one task is enough.
     consumer = Consumer(bench, tmp_path, "--continuous", "--master", "local[1,4]", job="jobs:job")
     waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' "
     waits += "AND application_name = 'outbox consumer killed'"
     with psycopg.connect(bench.database.url, autocommit=True) as holding:
         holding.execute("SELECT pg_advisory_lock(42)")
-        consumer.start("--max-records", str(most))
+        consumer.start("--max-records", str(ROUND))
         try:
             consumer.until(lambda: bench.rows(waits) == [(1,)], "the transaction", PATIENCE)
             consumer.jvm().kill()
@@ -130,7 +129,7 @@ job = ConsumerJob(
     assert (bench.positions(), bench.rows("SELECT count(*) FROM seen")) == ({0: before}, [(before,)])
     # Another driver goes on where it was.
     job = ConsumerJob("killed", [topic], SQL, schema="n int", setup=SETUP, strategy=OffsetsOnly())
-    bench.once(job, max_records=most, patience=PATIENCE)
+    bench.once(job, max_records=ROUND, patience=PATIENCE)
     once_each(bench)
 
 

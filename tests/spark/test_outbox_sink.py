@@ -11,7 +11,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import StructType
 from sink_stream import SinkStream, stream
-from stream_to_sink import Stream
+from stream_to_sink import Stream, with_ids
 
 from outbox.consumer.errors import JobError
 from outbox.errors import ConfigurationError
@@ -31,32 +31,55 @@ def test_batches_are_applied_and_counted(stream: SinkStream):
     assert stream.seen() == list(range(9))
     assert stream.checkpoints() == [("numbers", 2, 9, 0)]
     assert stream.sink("SELECT strategy, atomic, generation FROM consumer.groups") == [("Stream", "batch", 1)]
+    assert stream.left() == []
+    # What a driver of the group has staged is left to it: it may have taken the group over just after a COMMIT.
+    plan = StagingTables(PostgresGroupStore(stream.url, "consumer", "numbers", "test")).create(
+        {"n": "bigint"}, 1, check=False
+    )
     stream.add()
     stream.run()
     assert stream.seen() == list(range(12))
     # A run takes the group over once, in its first batch.
     assert stream.sink("SELECT generation FROM consumer.groups") == [(2,)]
-    assert stream.left() == []
-
-
-def test_what_a_driver_of_the_group_has_staged_is_left_to_it(stream: SinkStream):
-    """It may be newer: it may have taken the group over just after the batch's COMMIT."""
-    store = PostgresGroupStore(stream.url, "consumer", "numbers", "test")
-    plan = StagingTables(store).create({"n": "bigint"}, 1, check=False)
-    stream.add()
-    stream.run()
-    assert stream.seen() == [0, 1, 2]
     assert stream.left() == [(plan.table,)]
 
 
-def test_a_task_that_dies_before_and_after_its_copy(stream: SinkStream):
-    """After it its rows are staged twice."""
+def test_whatever_dies_and_a_restart(stream: SinkStream):
+    """One query, which goes on where each trouble has ended it."""
+
+    def run(there: int, *troubles: str) -> None:
+        for what in troubles:
+            stream.trouble(what)
+        stream.run()
+        assert (stream.sink("SELECT * FROM trouble"), stream.seen()) == ([], list(range(there)))
+
+    def ended(what: str, there: int, why: str | None = None) -> None:
+        stream.trouble(what)
+        with pytest.raises(StreamingQueryException, match=why):
+            stream.run()
+        assert (stream.sink("SELECT * FROM trouble"), stream.seen()) == ([], list(range(there))), what
+
     stream.add()
-    for when in ("before", "after"):
-        stream.trouble(f"task dies {when}")
-    stream.run()
-    assert stream.seen() == [0, 1, 2]
-    assert stream.sink("SELECT * FROM trouble") == []
+    # After its copy a task's rows are staged twice.
+    run(3, "task dies before", "task dies after")
+    stream.add()
+    # The first is another try; what is there then is not applied again.
+    run(6, "session ends", "commit runs twice")
+    stream.add()
+    ended("commit dies before", 6)
+    ended("commit dies within", 6)
+    ended("effect fails", 6)
+    # As Postgres leaves an unlogged table after a crash.
+    ended("rows are lost", 6, "StagedRowsLost: 3 rows were staged and 0 are there")
+    assert stream.checkpoints() == [("numbers", 1, 6, 0)]
+    ended("commit dies after", 9)
+    stream.add()
+    run(12)
+    stream.add()
+    ended("commit fails after", 15)
+    stream.add()
+    run(18)
+    assert stream.checkpoints() == [("numbers", 5, 18, 0)]
     assert stream.left() == []
 
 
@@ -77,84 +100,34 @@ def test_rows_of_an_upstream_that_fails_in_the_middle(stream: SinkStream, small_
     assert stream.left() == []
 
 
-def test_a_commit_that_dies_and_a_restart(stream: SinkStream):
-    """One query, which goes on where each of them has ended it."""
+def test_an_older_and_a_lost_checkpoint_are_refused(stream: SinkStream, tmp_path: Any):
     stream.add()
     stream.run()
-
-    def ended(what: str, there: int) -> None:
-        stream.trouble(what)
-        with pytest.raises(StreamingQueryException):
-            stream.run()
-        assert stream.sink("SELECT * FROM trouble") == []
-        assert stream.seen() == list(range(there))
-
-    stream.add()
-    ended("commit dies before", 3)
-    ended("commit dies within", 3)
-    ended("effect fails", 3)
-    ended("commit dies after", 6)
+    shutil.copytree(stream.checkpoint, tmp_path / "older")
     stream.add()
     stream.run()
-    assert stream.seen() == list(range(9))
     stream.add()
-    ended("commit fails after", 12)
-    stream.add()
-    stream.run()
-    assert stream.seen() == list(range(15))
-    assert stream.checkpoints() == [("numbers", 4, 15, 0)]
-    assert stream.left() == []
-
-
-def test_a_session_that_the_server_ends_and_a_commit_that_runs_twice(stream: SinkStream):
-    """The first is another try; what is there then is not applied again."""
-    stream.add()
-    for what in ("session ends", "commit runs twice"):
-        stream.trouble(what)
-    stream.run()
-    assert stream.sink("SELECT * FROM trouble") == []
-    assert stream.seen() == [0, 1, 2]
-    assert stream.checkpoints() == [("numbers", 0, 3, 0)]
-
-
-def test_staged_rows_that_are_lost(stream: SinkStream):
-    """As Postgres leaves an unlogged table after a crash."""
-    stream.add()
-    stream.trouble("rows are lost")
-    with pytest.raises(StreamingQueryException, match="StagedRowsLost: 3 rows were staged and 0 are there"):
+    shutil.rmtree(stream.checkpoint)
+    shutil.copytree(tmp_path / "older", stream.checkpoint)
+    # Batch 1 again by its number, and by its place in the source; but Spark has planned it anew.
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*older copy"):
         stream.run()
-    assert stream.checkpoints() == []
-    stream.run()
-    assert stream.seen() == [0, 1, 2]
-
-
-def test_a_lost_checkpoint_is_refused(stream: SinkStream):
-    stream.add()
-    stream.run()
     shutil.rmtree(stream.checkpoint)
     with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*a new one") as caught:
         stream.run()
-    assert stream.seen() == [0, 1, 2]
-    # It did not end the query that has the group.
-    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]
+    assert stream.seen() == list(range(6))
+    # They did not end the query that has the group.
+    assert stream.sink("SELECT generation FROM consumer.groups") == [(2,)]
     state = str(caught.value).partition("accept='")[2].partition("'")[0]
     with psycopg.connect(stream.url) as connection:
         connection.execute("TRUNCATE seen")
     stream.run(accept=state)
-    assert stream.seen() == [0, 1, 2]
+    assert stream.seen() == list(range(9))
     assert stream.sink("SELECT what, details->>'instead of' FROM consumer.audit") == [("checkpoint accepted", state)]
     # It was true once.
     shutil.rmtree(stream.checkpoint)
     with pytest.raises(StreamingQueryException, match="CheckpointConflict"):
         stream.run(accept=state)
-
-
-def test_an_older_checkpoint_is_refused(stream: SinkStream, tmp_path: Any):
-    stream.go_on_from_an_older_checkpoint(tmp_path / "older")
-    # Batch 1 again by its number, and by its place in the source; but Spark has planned it anew.
-    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*older copy"):
-        stream.run()
-    assert stream.seen() == list(range(6))
 
 
 def test_a_query_goes_on_when_one_way_replaces_the_other(stream: SinkStream):
@@ -168,10 +141,6 @@ def test_a_query_goes_on_when_one_way_replaces_the_other(stream: SinkStream):
         run()
     assert stream.seen() == list(range(9))
     assert stream.checkpoints() == [("numbers", 2, 9, 0)]
-
-
-def with_ids(rows: Any) -> Any:
-    return rows.withColumn("message_id", F.concat(F.lit("00000000-0000-8000-8000-"), F.lpad(F.col("n"), 12, "0")))
 
 
 def test_rows_with_ids_are_known_when_a_checkpoint_is_lost(stream: SinkStream):
@@ -246,6 +215,7 @@ def test_types_and_a_users_session_settings(stream: SinkStream):
         ({"fromBeginning": "yes"}, "option fromBeginning: must be true or false, not 'yes'"),
         ({"job": "sink_jobs:moving"}, "transform: apply it to the stream"),
         ({"job": "sink_jobs:none_such"}, "there is no 'none_such' in sink_jobs"),
+        ({"jobs": "x"}, "option jobs: the format outbox has job, checkpointLocation"),
     ],
 )
 def test_options_that_can_not_work(options: dict[str, str], why: str):
@@ -255,26 +225,15 @@ def test_options_that_can_not_work(options: dict[str, str], why: str):
         OutboxSinkSource(given).streamWriter(StructType().add("n", "long"), overwrite=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"jobs": "x"}, "JobError: option jobs: the format outbox has job, checkpointLocation"),
-        ({"fromBeginning": "true"}, "JobError: from_beginning: .*no column message_id"),
-    ],
-)
-def test_a_query_with_such_options(stream: SinkStream, options: dict[str, str], why: str):
+def test_a_query_with_such_options(stream: SinkStream, tmp_path: Any):
     stream.add()
-    with pytest.raises(StreamingQueryException, match=why):
-        stream.run(**options)
-    assert stream.checkpoints() == []
-
-
-def test_a_checkpoint_that_python_can_not_read(stream: SinkStream, tmp_path: Any):
-    """Spark's default location, which is not among the options, is none that the sink knows."""
-    stream.add()
+    with pytest.raises(StreamingQueryException, match=r"JobError: from_beginning: .*no column message_id"):
+        stream.run(fromBeginning="true")
+    # Spark's default location, which is not among the options, is none that the sink knows.
     stream.spark.conf.set("spark.sql.streaming.checkpointLocation", str(tmp_path / "default"))
     try:
         with pytest.raises(StreamingQueryException, match="JobError: option checkpointLocation: must be given"):
             stream.run(checkpointLocation="")
     finally:
         stream.spark.conf.unset("spark.sql.streaming.checkpointLocation")
+    assert stream.checkpoints() == []

@@ -34,15 +34,14 @@ def test_a_query_of_spark_connect(stream: SinkStream):
     pytest.importorskip("grpc", reason="Spark Connect's client needs grpcio, grpcio-status and zstandard")
     support = Path(__file__).parents[1] / "support"
     paths = [str(support), str(support.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    stream.add()
     for _ in range(2):
         stream.add()
-        subprocess.run(
-            [sys.executable, "-c", CLIENT, str(stream.source), str(stream.checkpoint), stream.url],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYSPARK_PYTHON": sys.executable},
-            timeout=300,
-            check=True,
-        )
-    assert stream.seen() == list(range(9))
-    assert stream.checkpoints() == [("numbers", 2, 9, 0)]
+    subprocess.run(
+        [sys.executable, "-c", CLIENT, str(stream.source), str(stream.checkpoint), stream.url],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYSPARK_PYTHON": sys.executable},
+        timeout=300,
+        check=True,
+    )
+    assert stream.seen() == list(range(6))
+    assert stream.checkpoints() == [("numbers", 1, 6, 0)]
     assert stream.left() == []

@@ -20,10 +20,10 @@ from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
-MESSAGES = 25_000
-SIZE = 2_000
+MESSAGES = 2_500
+SIZE = 20_000
 """Bytes of a message: 50 MB are more than what anybody reads ahead of a task that stands still, sockets included."""
-LEFT = 24_500
+LEFT = 2_450
 """The first message that retention leaves."""
 
 

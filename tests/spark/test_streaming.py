@@ -9,7 +9,6 @@ from typing import Any
 import psycopg
 import pytest
 from bench import ided
-from psycopg import sql
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
 from stream_to_sink import EFFECT, SEEN, Stream, stream
@@ -25,62 +24,57 @@ __all__ = ["stream"]
 pytestmark = pytest.mark.spark
 
 
-def test_batches_are_applied_and_counted(stream):
-    for _ in range(3):
-        stream.add()
-    stream.run()
-    assert stream.seen() == list(range(9))
-    assert stream.sink("SELECT grp, batch_id, applied, duplicates FROM consumer.checkpoints") == [("numbers", 2, 9, 0)]
-    assert stream.sink("SELECT strategy, atomic FROM consumer.groups") == [("Stream", "batch")]
-    stream.add()
-    stream.run()
-    assert stream.seen() == list(range(12))
-    assert stream.left() == []
-
-
-def test_a_batch_that_is_there_is_not_applied_again(stream):
+def test_batches_are_applied_once_and_counted(stream):
+    """Also one that Spark hands over twice; and of the second one a filter leaves no row: the third follows it."""
     function = stream.function()
 
     def twice(rows: Any, batch_id: int) -> None:
         function(rows, batch_id)
         function(rows, batch_id)
 
+    for _ in range(3):
+        stream.add()
+    stream.run(twice, stream.rows().filter("n NOT BETWEEN 3 AND 5"))
+    assert stream.seen() == [0, 1, 2, 6, 7, 8]
+    assert stream.sink("SELECT grp, batch_id, applied, duplicates FROM consumer.checkpoints") == [("numbers", 2, 6, 0)]
+    assert stream.sink("SELECT strategy, atomic FROM consumer.groups") == [("Stream", "batch")]
     stream.add()
-    stream.add()
-    stream.run(twice)
-    assert stream.seen() == list(range(6))
+    stream.run()
+    assert stream.seen() == [0, 1, 2, *range(6, 12)]
+    assert stream.left() == []
 
 
 class Stopped(Exception):
     """Ends a query where a test wants it."""
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_error_before_or_after_commit_and_a_restart(stream, monkeypatch, when):
+def test_an_error_before_and_after_commit_and_a_restart(stream, monkeypatch):
     """Nothing is tidied up behind it, as when the driver is killed; that: test_streaming_state.py."""
-    stream.add()
-    stream.run()
 
-    def ended(rows: Any, batch_id: int) -> None:
-        if when == "after":
-            stream.function()(rows, batch_id)
-        else:
-            # The effect is done, and the transaction is not: the number has moved with it, or neither has.
-            def effect(cursor: psycopg.Cursor[Any], _: Any) -> None:
-                cursor.execute(EFFECT)
-                raise Stopped
+    # The effect is done, and the transaction is not: the number has moved with it, or neither has.
+    def effect(cursor: psycopg.Cursor[Any], _: Any) -> None:
+        cursor.execute(EFFECT)
+        raise Stopped
 
-            with pytest.raises(EffectFailed, match="Stopped"):
-                stream.function(ConsumerJob("numbers", effect=effect))(rows, batch_id)
+    def before(rows: Any, batch_id: int) -> None:
+        with pytest.raises(EffectFailed, match="Stopped"):
+            stream.function(ConsumerJob("numbers", effect=effect))(rows, batch_id)
+        raise Stopped
+
+    def after(rows: Any, batch_id: int) -> None:
+        stream.function()(rows, batch_id)
         raise Stopped
 
     stream.add()
-    monkeypatch.setattr(StagingTables, "drop_made", lambda _: None)
-    with pytest.raises(StreamingQueryException, match="Stopped"):
-        stream.run(ended)
-    monkeypatch.undo()
-    assert stream.seen() == list(range(6 if when == "after" else 3))
-    assert len(stream.left()) == 1
+    stream.run()
+    stream.add()
+    for ended, there in ((before, 3), (after, 6)):
+        with monkeypatch.context() as patched:
+            patched.setattr(StagingTables, "drop_made", lambda _: None)
+            with pytest.raises(StreamingQueryException, match="Stopped"):
+                stream.run(ended)
+        assert stream.seen() == list(range(there)), ended
+        assert len(stream.left()) == 1
     stream.add()
     stream.run()
     assert stream.seen() == list(range(9))
@@ -113,40 +107,45 @@ def test_a_lost_checkpoint_is_refused(stream):
     assert stream.seen() == [0, 1, 2]
     conflict = function.exception()
     assert isinstance(conflict, CheckpointConflict)
+    # It did not end the query that has the group.
+    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]
     # Whoever has cleared the sink says so, of the state as it is now.
     with psycopg.connect(stream.url) as connection:
         connection.execute("TRUNCATE seen")
     stream.run(stream.function(accept=conflict.state))
     assert stream.seen() == [0, 1, 2]
-    ((what, details),) = stream.sink("SELECT what, details->>'instead of' FROM consumer.audit")
-    assert (what, details) == ("checkpoint accepted", conflict.state)
-    # It was true once.
-    shutil.rmtree(stream.checkpoint)
-    with pytest.raises(StreamingQueryException, match="CheckpointConflict"):
-        stream.run(stream.function(accept=conflict.state))
+    assert stream.seen() == [0, 1, 2]
 
 
-def test_an_older_checkpoint_is_refused(stream, tmp_path):
-    stream.go_on_from_an_older_checkpoint(tmp_path / "older")
-    # Batch 1 again by its number, and by its place in the source; but Spark has planned it anew.
-    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*older copy"):
-        stream.run()
-    assert stream.seen() == list(range(6))
+def test_a_sink_that_was_put_back_and_an_older_checkpoint_are_refused(stream, tmp_path):
+    state = "query_id, batch_id, content"
 
+    def stored() -> tuple[Any, ...]:
+        (found,) = stream.sink(f"SELECT {state} FROM consumer.checkpoints")
+        return found
 
-def test_a_sink_that_was_put_back_is_refused(stream):
+    def put_back(row: tuple[Any, ...]) -> None:
+        with psycopg.connect(stream.url) as connection:
+            connection.execute(f"UPDATE consumer.checkpoints SET ({state}) = (%s, %s, %s)", row)
+
     stream.add()
     stream.run()
-    (stored,) = stream.sink("SELECT query_id, batch_id, content FROM consumer.checkpoints")
-    for _ in range(2):
-        stream.add()
+    shutil.copytree(stream.checkpoint, tmp_path / "older")
+    older = stored()
+    stream.add()
     stream.run()
-    with psycopg.connect(stream.url) as connection:
-        connection.execute("UPDATE consumer.checkpoints SET query_id = %s, batch_id = %s, content = %s", stored)
+    newest = stored()
+    put_back(older)
     stream.add()
     with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*put back"):
         stream.run()
-    assert stream.seen() == list(range(9))
+    put_back(newest)
+    # Batch 1 again by its number, and by its place in the source; but Spark plans it anew.
+    shutil.rmtree(stream.checkpoint)
+    shutil.copytree(tmp_path / "older", stream.checkpoint)
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*older copy"):
+        stream.run()
+    assert stream.seen() == list(range(6))
 
 
 def test_many_rows_in_a_batch_in_their_order(stream, small_batches):
@@ -175,17 +174,19 @@ def test_insert_and_upsert_take_the_streams_columns(stream):
         "CREATE TABLE IF NOT EXISTS log (n int, name text, detail jsonb);"
         "CREATE TABLE IF NOT EXISTS latest (name text PRIMARY KEY, n int)"
     )
-    rows = stream.rows().select(
-        "n", F.format_string("k%d", F.col("n") % 2).alias("name"), F.struct("n").alias("detail")
-    )
+    effects = {"log": Insert("log"), "latest": Upsert("latest", ["name"], ["name", "n"], version="n")}
+    groups = [stream.function(ConsumerJob(name, effect=one, setup=setup)) for name, one in effects.items()]
+
+    def both(rows: Any, batch_id: int) -> None:
+        for function in groups:
+            function(rows, batch_id)
+
+    name = F.format_string("k%d", F.col("n") % 2).alias("name")
     stream.add(5)
-    stream.run(stream.function(ConsumerJob("log", effect=Insert("log"), setup=setup)), rows)
+    stream.run(both, stream.rows().select("n", name, F.struct("n").alias("detail")))
     assert stream.sink("SELECT n, name, detail->>'n' FROM log ORDER BY n") == [
         (n, f"k{n % 2}", str(n)) for n in range(5)
     ]
-    stream.checkpoint = stream.checkpoint.with_name("second")
-    job = ConsumerJob("latest", effect=Upsert("latest", ["name"], ["name", "n"], version="n"), setup=setup)
-    stream.run(stream.function(job), rows)
     assert stream.sink("SELECT name, n FROM latest ORDER BY name") == [("k0", 4), ("k1", 3)]
 
 
@@ -213,35 +214,6 @@ def test_a_value_that_no_column_takes(stream):
         stream.run(function, rows)
     assert isinstance(function.exception(), EffectFailed)
     assert stream.left() == []
-
-
-def test_batches_without_rows_are_batches(stream):
-    """A filter leaves nothing of the second one: the third follows it all the same."""
-    for _ in range(3):
-        stream.add()
-    stream.run(rows=stream.rows().filter("n NOT BETWEEN 3 AND 5"))
-    assert stream.seen() == [0, 1, 2, 6, 7, 8]
-    assert stream.sink("SELECT batch_id FROM consumer.checkpoints") == [(2,)]
-
-
-def test_a_session_that_the_server_ends_is_another_try(stream):
-    stream.add()
-    function = stream.function()
-    ended = []
-
-    def effect(cursor: psycopg.Cursor[Any], rows: Any) -> None:
-        cursor.executemany("INSERT INTO seen VALUES (%s)", [(n,) for n in rows.column("n").to_pylist()])
-        if not ended:
-            ended.append(1)
-            with psycopg.connect(stream.url) as connection:
-                connection.execute(
-                    sql.SQL("SELECT pg_terminate_backend({})").format(cursor.connection.info.backend_pid)
-                )
-            cursor.execute("SELECT 1")
-
-    function = stream.function(ConsumerJob("numbers", effect=effect, setup=SEEN))
-    stream.run(function)
-    assert (ended, stream.seen()) == ([1], [0, 1, 2])
 
 
 def test_the_rate_source_and_a_users_session_settings(stream):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
-from stream_to_sink import EFFECT, JOB, Stream, stream
+from stream_to_sink import JOB, stream, with_ids
 
 from outbox.consumer.errors import Fenced
 from spark_jobs.driver import streaming
@@ -18,10 +18,6 @@ from spark_jobs.postgres.staging import StagingTables
 __all__ = ["stream"]
 
 pytestmark = pytest.mark.spark
-
-
-def with_ids(rows: Any) -> Any:
-    return rows.withColumn("message_id", F.concat(F.lit("00000000-0000-8000-8000-"), F.lpad(F.col("n"), 12, "0")))
 
 
 def test_rows_with_ids_are_known_when_checkpoints_are_lost_or_old(stream, tmp_path):
@@ -55,15 +51,11 @@ def test_rows_with_ids_are_known_when_checkpoints_are_lost_or_old(stream, tmp_pa
     assert stream.seen() == list(range(15))
 
 
-def inserted(cursor: Any, rows: Any) -> None:
-    cursor.executemany("INSERT INTO seen VALUES (%s)", [(n,) for n in rows.column("n").to_pylist()])
-
-
-@pytest.mark.parametrize("effect", [EFFECT, inserted], ids=["SQL", "a function"])
-def test_an_id_twice_in_a_batch_counts_once(stream, effect):
+def test_an_id_twice_in_a_batch_counts_once(stream):
+    """With a function: test_outbox_sink.py."""
     stream.add(4)
     rows = with_ids(stream.rows()).withColumn("n", F.explode(F.array(F.col("n"), F.col("n") + 100)))
-    stream.run(stream.function(replace(JOB, effect=effect)), rows)
+    stream.run(rows=rows)
     assert stream.seen() == [0, 1, 2, 3]
     assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(4, 4)]
 
@@ -140,14 +132,3 @@ def test_a_take_over_before_staging(stream, monkeypatch):
         stream.run()
     assert stream.seen() == []
     assert stream.left() == []
-
-
-def test_a_query_of_another_checkpoint_does_not_end_the_one_that_runs(stream, tmp_path):
-    stream.add()
-    function = stream.function()
-    stream.run(function)
-    other = Stream.__new__(Stream)
-    other.__dict__.update(stream.__dict__, checkpoint=tmp_path / "other")
-    with pytest.raises(StreamingQueryException, match="CheckpointConflict"):
-        other.run()
-    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]

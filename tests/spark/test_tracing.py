@@ -70,26 +70,16 @@ def test_a_round_is_linked_to_the_writes_of_its_messages(bench, spans, way):
 
 
 @pytest.mark.parametrize("way", ["in the driver", "in tasks"])
-def test_a_round_has_a_bounded_number_of_links_and_the_next_has_its_own(bench, spans, way):
-    declared, options = WAYS[way]
-    job = replace(bench.job, **declared)
+def test_a_round_has_a_bounded_number_of_links_and_the_next_of_its_runner_has_its_own(bench, spans, way):
     written = send(bench, 300)
-    bench.once(job, **options)
-    (first,) = spans.of("process")
+    with bench.runner(**WAYS[way][1]) as runner:
+        runner.once(threading.Event())
+        later = send(bench, 2, first=1001)
+        runner.once(threading.Event())
+    first, second = spans.of("process")
     assert (len(first.links), first.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT]) == (128, 300)
     assert set(linked(first)) < set(written)
-    later = send(bench, 2, first=1001)
-    bench.once(job, **options)
-    assert sorted(linked(spans.of("process")[1])) == later
-
-
-def test_several_rounds_of_one_runner_share_no_links(bench, spans):
-    written = send(bench, 40)
-    bench.once(max_records=10, driver_records=0)
-    rounds = spans.of("process")
-    assert len(rounds) > 2
-    links = [link for span in rounds for link in linked(span)]
-    assert sorted(links) == written
+    assert sorted(linked(second)) == later
 
 
 def test_a_round_that_fails_is_an_error_with_its_links(bench, spans):
