@@ -38,11 +38,6 @@ def end(log: Log) -> int:
         reader.close()
 
 
-def settings(log: Log) -> dict[str, str]:
-    """What the commands take."""
-    return {"OUTBOX_DATABASE_URL": log.database.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": log.servers}
-
-
 class Losing(psycopg.Connection[Any]):
     """Loses the answer to a COMMIT when ``lost`` says so, which is asked behind each."""
 

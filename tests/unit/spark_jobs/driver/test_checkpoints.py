@@ -27,14 +27,9 @@ def decided(stored: Stored | None, one: Batch, **given: object) -> str:
     return decide("g", stored, one, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("stored", "one"), [(None, batch(0, "zero", None)), (HERE, batch(6, "six", "five"))], ids=["the first", "the next"]
-)
-def test_what_follows_is_applied(stored, one):
-    assert decided(stored, one) == "apply"
-
-
-def test_what_is_there_is_not_applied_again():
+def test_what_follows_is_applied_and_what_is_there_is_not_applied_again():
+    assert decided(None, batch(0, "zero", None)) == "apply"
+    assert decided(HERE, batch(6, "six", "five")) == "apply"
     assert decided(HERE, batch(5, "five", "four")) == "applied"
     # Whatever else is declared.
     assert decided(HERE, batch(5, "five", None), accept=HERE.state, ids=True, from_beginning=True) == "applied"
