@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from urllib.parse import urlsplit
 
 from proxy import Connection, TcpProxy
@@ -67,11 +66,10 @@ class AnotherPid(Counting):
 
 
 class RoundTrips(Counting):
-    """Counts how often the client waits for an answer, and makes it wait longer: as a network would."""
+    """Counts how often the client waits for an answer."""
 
-    def __init__(self, url: str, seconds: float = 0.0) -> None:
+    def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.seconds = seconds
         self.round_trips = 0
         self._asking: set[Connection] = set()
 
@@ -83,5 +81,4 @@ class RoundTrips(Counting):
         if connection in self._asking:
             self._asking.discard(connection)
             self.round_trips += 1
-            time.sleep(self.seconds)
         super()._from_target(connection, data)

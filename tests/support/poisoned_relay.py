@@ -131,12 +131,12 @@ class Outboxed:
             }
         )
 
-    def write(self, count: int, *, first: int = 0, size: int = 100) -> None:
+    def write(self, count: int, *, first: int = 0) -> None:
         """Write so many events, each of a key of its own, in transactions of 500."""
         with psycopg.connect(self.url) as connection:
             for begin in range(first, first + count, 500):
                 rows = range(begin, min(begin + 500, first + count))
-                Outbox().add_many(connection, [Event(self.fine, f"k{n:05}", "T", os.urandom(size)) for n in rows])
+                Outbox().add_many(connection, [Event(self.fine, f"k{n:05}", "T", os.urandom(100)) for n in rows])
                 connection.commit()
 
     def poison(self) -> None:

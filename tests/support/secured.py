@@ -156,12 +156,12 @@ def set_password(admin: AdminClient, user: str, password: str) -> None:
             answer.result(30)
 
 
-def allow(admin: AdminClient, kind: ResourceType, name: str, *operations: AclOperation, user: str = "outbox") -> None:
-    """Grant operations on a resource, whose name may be a prefix ending in ``*``."""
+def allow(admin: AdminClient, kind: ResourceType, name: str, *operations: AclOperation) -> None:
+    """Grant the user ``outbox`` operations on a resource, whose name may be a prefix ending in ``*``."""
     prefixed = name.endswith("*") and len(name) > 1
     pattern = ResourcePatternType.PREFIXED if prefixed else ResourcePatternType.LITERAL
     rules = [
-        AclBinding(kind, name.rstrip("*") or "*", pattern, f"User:{user}", "*", operation, AclPermissionType.ALLOW)
+        AclBinding(kind, name.rstrip("*") or "*", pattern, "User:outbox", "*", operation, AclPermissionType.ALLOW)
         for operation in operations
     ]
     for answer in admin.create_acls(rules).values():
