@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import orjson
@@ -17,34 +16,21 @@ from benchmarks.harness.servers import BenchError
 PARTITIONS: Final = 4
 KEYS: Final = 5_000
 FLAT: Final = "order_id string, seq int, customer string, amount_cents long, status string, note string"
-NESTED: Final = (
-    "order_id string, seq int, customer struct<id: int, name: string, address: struct<city: string, zip: string>>, "
-    "lines array<struct<sku: string, quantity: int, cents: bigint>>, note string"
-)
 NAMES: Final = ("order_id", "seq", "customer", "amount_cents", "status", "note")
 _PAD: Final = "the quick brown fox jumps over the lazy dog " * 14
 _SECONDS: Final = 300
 
-Event = Callable[[int], tuple[str, Mapping[str, object]]]
-"""Returns the key and the payload of an event, by its number."""
-
 
 @dataclass
 class Stage:
-    """Where everything is.
-
-    topics  by whether they are to warm up on, with ``warm`` events instead of ``events``, and whether these are nested.
-    kept    what a way started and uses again, such as a Connect worker.
-    """
+    """Where everything is. ``topics`` has two: of ``warm`` events, to warm up on, if True; of ``events`` if False."""
 
     spark: Any
     url: str
     kafka: str
-    folder: Path
     events: int
     warm: int
-    topics: dict[tuple[bool, bool], str] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
+    topics: dict[bool, str] = field(default_factory=dict)
 
     @property
     def jdbc(self) -> str:
@@ -54,8 +40,8 @@ class Stage:
         return f"{address}?user={host['user']}&reWriteBatchedInserts=true"
 
 
-def flat(number: int) -> tuple[str, Mapping[str, object]]:
-    """Return an order event of about 740 bytes of JSON."""
+def event(number: int) -> tuple[str, Mapping[str, object]]:
+    """Return the key and the payload of an order event, about 740 bytes of JSON."""
     order = f"order-{number % KEYS}"
     return order, {
         "order_id": order,
@@ -67,38 +53,15 @@ def flat(number: int) -> tuple[str, Mapping[str, object]]:
     }
 
 
-def nested(number: int) -> tuple[str, Mapping[str, object]]:
-    """Return an order event of about the same size, with a struct and an array of structs."""
-    order = f"order-{number % KEYS}"
-    customer = number % 977
-    return order, {
-        "order_id": order,
-        "seq": number // KEYS,
-        "customer": {
-            "id": customer,
-            "name": f"customer-{customer}",
-            "address": {"city": f"city-{customer % 50}", "zip": f"{customer:05}"},
-        },
-        "lines": [
-            {"sku": f"sku-{number % 89}-{line}", "quantity": line, "cents": number % 10_000} for line in range(4)
-        ],
-        "note": _PAD[:350],
-    }
-
-
-def fill(kafka: str, topic: str, events: int, event: Event, partitions: int | None = None) -> None:
-    """Write the events, as a relay would: key, JSON, headers.
-
-    partitions   the events go to these in turn; None: the key decides.
-    """
+def fill(kafka: str, topic: str, events: int) -> None:
+    """Write the events, as a relay would: key, JSON, headers."""
     producer = Producer({"bootstrap.servers": kafka, "linger.ms": 20, "compression.type": "lz4", "acks": "all"})
     for number in range(events):
         key, payload = event(number)
-        where = {} if partitions is None else {"partition": number % partitions}
         headers: Any = [("ce_id", str(uuid7()).encode()), ("ce_type", b"OrderPlaced"), ("ce_source", b"/shop")]
         while True:
             try:
-                producer.produce(topic, orjson.dumps(payload), key, headers=headers, **where)
+                producer.produce(topic, orjson.dumps(payload), key, headers=headers)
                 break
             except BufferError:
                 producer.poll(0.1)
@@ -120,11 +83,6 @@ class Sink:
     expected: Callable[[int], tuple[int, ...]]
 
 
-def _cents(events: int) -> int:
-    whole, rest = divmod(events, 10_000)
-    return whole * (9_999 * 10_000 // 2) + rest * (rest - 1) // 2
-
-
 def _latest(events: int) -> tuple[int, ...]:
     keys = min(events, KEYS)
     return keys, sum((events - 1 - key) // KEYS for key in range(keys))
@@ -132,14 +90,4 @@ def _latest(events: int) -> tuple[int, ...]:
 
 _ORDER: Final = "seq int, customer text, amount_cents bigint, status text, note text"
 LOG: Final = Sink(f"order_id text, {_ORDER}", "SELECT count(*) FROM {table}", lambda events: (events,))
-DOCUMENTS: Final = Sink(
-    "order_id text, seq int, customer jsonb, lines jsonb, note text",
-    "SELECT count(*), sum(jsonb_array_length(lines)) FROM {table}",
-    lambda events: (events, 4 * events),
-)
 ORDERS: Final = Sink(f"order_id text PRIMARY KEY, {_ORDER}", "SELECT count(*), sum(seq) FROM {table}", _latest)
-TOTALS: Final = Sink(
-    "order_id text PRIMARY KEY, events bigint NOT NULL, cents bigint NOT NULL",
-    "SELECT sum(events), sum(cents) FROM {table}",
-    lambda events: (events, _cents(events)),
-)

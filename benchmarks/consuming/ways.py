@@ -15,8 +15,7 @@ import psycopg
 from confluent_kafka import Consumer, TopicPartition
 from psycopg import sql
 
-from benchmarks.consuming import debezium
-from benchmarks.consuming.stage import DOCUMENTS, FLAT, LOG, NAMES, NESTED, ORDERS, PARTITIONS, TOTALS, Sink, Stage
+from benchmarks.consuming.stage import FLAT, LOG, NAMES, ORDERS, PARTITIONS, Sink, Stage
 from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
 from spark_jobs.driver.options import Options
 from spark_jobs.driver.runner import Runner
@@ -37,20 +36,12 @@ class Way:
     sink: Sink = LOG
     once: bool = True
 
-    @property
-    def nested(self) -> bool:
-        """Return whether it reads the topic with nested payloads."""
-        return self.sink is DOCUMENTS
 
-
-def ours(**declared: Any) -> Run:
-    """Return a run of our consumer: Insert into the table, unless the job says otherwise."""
+def ours(effect: Callable[[str], Insert | Upsert] = Insert, **declared: Any) -> Run:
+    """Return a run of our consumer with this effect on the table."""
 
     def run(stage: Stage, topic: str, table: str, _: int) -> float:
-        given = {"schema": FLAT, "effect": Insert(table)} | {
-            name: value(table) if name == "effect" else value for name, value in declared.items()
-        }
-        job = ConsumerJob(group=table, topics=[topic], **given)
+        job = ConsumerJob(group=table, topics=[topic], schema=FLAT, effect=effect(table), **declared)
         options = Options(stage.url, {"bootstrap.servers": stage.kafka})
         with Runner(stage.spark, job, options, lambda *_: None) as runner:
             started = time.perf_counter()
@@ -58,13 +49,6 @@ def ours(**declared: Any) -> Run:
             return time.perf_counter() - started
 
     return run
-
-
-def _totals(table: str) -> str:
-    return f"""
-        INSERT INTO {table} AS t SELECT order_id, count(*), sum(amount_cents) FROM batch GROUP BY order_id
-        ORDER BY order_id
-        ON CONFLICT (order_id) DO UPDATE SET events = t.events + excluded.events, cents = t.cents + excluded.cents"""
 
 
 def _upsert(table: str) -> Upsert:
@@ -77,7 +61,7 @@ def _transform(rows: Any) -> Any:
     return rows.filter("message_tombstone OR amount_cents >= 0").withColumn("status", F.upper("status"))
 
 
-def append(reader: Mapping[str, str], *, documents: bool = False) -> Run:
+def append(reader: Mapping[str, str]) -> Run:
     """Return a run of Spark's own stream, foreachBatch and JDBC, until all is there."""
 
     def run(stage: Stage, topic: str, table: str, _: int) -> float:
@@ -85,8 +69,7 @@ def append(reader: Mapping[str, str], *, documents: bool = False) -> Run:
 
         def write(rows: Any, _: int) -> None:
             rows.write.format("jdbc").options(
-                # So that a text may be jsonb.
-                url=stage.jdbc + ("&stringtype=unspecified" if documents else ""),
+                url=stage.jdbc,
                 dbtable=table,
                 driver="org.postgresql.Driver",
                 batchsize=10_000,
@@ -107,11 +90,9 @@ def append(reader: Mapping[str, str], *, documents: bool = False) -> Run:
                 },
             )
             .load()
-            .select(F.from_json(F.col("value").cast("string"), NESTED if documents else FLAT).alias("parsed"))
+            .select(F.from_json(F.col("value").cast("string"), FLAT).alias("parsed"))
             .select("parsed.*")
         )
-        if documents:
-            rows = rows.withColumns({name: F.to_json(name) for name in ("customer", "lines")})
         stream = rows.writeStream.foreachBatch(write).option("checkpointLocation", folder)
         stream.trigger(availableNow=True).start().awaitTermination()
         seconds = time.perf_counter() - started
@@ -169,32 +150,8 @@ ALL: Final = (
     Way("append", append({}), "Spark's foreachBatch and JDBC append, rewritten batches of 10,000", once=False),
     Way("append, tuned", append(_TUNED), "the same with a tuned Kafka source", once=False),
     Way("loop", loop, "confluent-kafka and psycopg in one process: COPY, a commit each 10,000 messages", once=False),
-    Way(
-        "debezium",
-        debezium.sink(debezium.DEFAULT),
-        "Debezium's JDBC sink connector with its defaults, insert.mode=insert; its settings contain the schema "
-        "(schema.content), so it reads the same messages and converts nothing more",
-        once=False,
-    ),
-    Way("debezium, tuned", debezium.sink(debezium.TUNED), "the same, 4 tasks, batches of 5,000 by UNNEST", once=False),
-    Way("sql", ours(effect=_totals), "Dedup and hand-written SQL: totals of 5,000 orders", TOTALS),
-    Way("upsert", ours(effect=_upsert), "Dedup and Upsert with a version: the last state of 5,000 orders", ORDERS),
-    Way(
-        "debezium, upsert",
-        debezium.sink(debezium.UPSERT),
-        "Debezium's tuned sink with insert.mode=upsert: may go back to an older state for a moment after a crash",
-        ORDERS,
-        once=False,
-    ),
+    Way("upsert", ours(_upsert), "Dedup and Upsert with a version: the last state of 5,000 orders", ORDERS),
     Way("transform", ours(transform=_transform), "Dedup and Insert after a filter and a computed column"),
-    Way("nested", ours(schema=NESTED), "Dedup and Insert, a struct and an array as jsonb", DOCUMENTS),
-    Way(
-        "append, nested",
-        append(_TUNED, documents=True),
-        "the tuned append of the same, with to_json",
-        DOCUMENTS,
-        once=False,
-    ),
 )
 BASE: Final = "dedup"
 """The way that the ratios compare the others with."""

@@ -3,9 +3,6 @@
 One process, one connection, one producer, no leases, nothing deleted, nothing remembered: what Python, psycopg and
 confluent-kafka can do on this machine when nothing else is to be done. The rows come from a server-side cursor, in
 binary, 10,000 at a time; with transactions, each of these is one.
-
-The loop that deletes has turns as the relay has: 2,000 rows of each lane are read, sent, acknowledged, and deleted in
-one statement. It has no leases, no retries and no order after a failure: it is the bound for an outbox in a table.
 """
 
 from __future__ import annotations
@@ -26,47 +23,31 @@ _ROWS: Final = """
 SELECT aggregate_type, aggregate_id, event_type, event_id::text, payload::text,
        to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')
   FROM outbox.events WHERE lane = %s AND id > %s ORDER BY id"""
-_TURN: Final = """
-SELECT e.*, l.lane
-  FROM unnest(%s::smallint[], %s::bigint[]) AS l(lane, above)
- CROSS JOIN LATERAL (
-       SELECT aggregate_type, aggregate_id, event_type, event_id::text, payload::text,
-              to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), id
-         FROM outbox.events AS e WHERE e.lane = l.lane AND e.id > l.above ORDER BY e.id LIMIT %s) AS e"""
-_GONE: Final = """
-DELETE FROM outbox.events WHERE ctid = ANY(ARRAY(
-    SELECT e.place FROM unnest(%s::smallint[], %s::bigint[]) AS p(lane, id)
-     CROSS JOIN LATERAL (SELECT e.ctid AS place FROM outbox.events AS e
-                          WHERE e.lane = p.lane AND e.id = p.id LIMIT 1) AS e))"""
 _TOGETHER: Final = 10_000
-_OF_A_LANE: Final = 2_000
 _STOP_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Bare(Way):
-    """The bare loop; ``transactional``: 10,000 events in each Kafka transaction; ``deletes``: in turns."""
+    """The bare loop; ``transactional``: 10,000 events in each Kafka transaction."""
 
     follows: ClassVar[bool] = False
     transactional: bool = False
-    deletes: bool = False
 
     def open(self, servers: Servers, site: Site) -> BareLoop:
-        return BareLoop(servers, site, transactional=self.transactional, deletes=self.deletes)
+        return BareLoop(servers, site, transactional=self.transactional)
 
 
 BARE: Final = Bare("bare loop, idempotent")
 BARE_ONCE: Final = Bare("bare loop, transactional", transactional=True)
-BARE_DELETING: Final = Bare("bare loop that deletes, idempotent", deletes=True)
 
 
 class BareLoop(Publisher):
     """A pass over what was written since the last one, in a process of its own, each time it is started."""
 
-    def __init__(self, servers: Servers, site: Site, *, transactional: bool, deletes: bool) -> None:
+    def __init__(self, servers: Servers, site: Site, *, transactional: bool) -> None:
         super().__init__(servers, site)
         self._transactional = transactional
-        self._deletes = deletes
         self._process: BaseProcess | None = None
         self._after = 0
 
@@ -78,7 +59,7 @@ class BareLoop(Publisher):
 
     def start(self) -> None:
         last = int(self.site.value("SELECT coalesce(max(id), 0) FROM outbox.events"))
-        arguments = (self.site.url, self.site.kafka, self.site.topic, self._after, self._transactional, self._deletes)
+        arguments = (self.site.url, self.site.kafka, self.site.topic, self._after, self._transactional)
         self._process = SPAWN.Process(target=_run, args=arguments, daemon=True)
         self._process.start()
         self._after = last
@@ -99,7 +80,7 @@ class BareLoop(Publisher):
             self._process.kill()
 
 
-def _run(url: str, kafka: str, topic: str, after: int, transactional: bool, deletes: bool) -> None:
+def _run(url: str, kafka: str, topic: str, after: int, transactional: bool) -> None:
     from confluent_kafka import Producer
 
     options: dict[str, Any] = {
@@ -128,10 +109,10 @@ def _run(url: str, kafka: str, topic: str, after: int, transactional: bool, dele
         connection.execute("SET enable_bitmapscan = off")
         connection.execute("SET enable_hashjoin = off")
         connection.execute("SET enable_mergejoin = off")
-        for batch in _turns(connection, producer) if deletes else _batches(connection, after):
+        for batch in _batches(connection, after):
             if transactional:
                 producer.begin_transaction()
-            for kind, key, event_type, event_id, value, when, *_ in batch:
+            for kind, key, event_type, event_id, value, when in batch:
                 headers = [
                     ("ce_specversion", "1.0"),
                     ("ce_id", event_id),
@@ -164,18 +145,3 @@ def _batches(connection: psycopg.Connection[Any], after: int) -> Iterator[list[A
             rows.execute(_ROWS, (lane, after))
             while batch := rows.fetchmany(_TOGETHER):
                 yield batch
-
-
-def _turns(connection: psycopg.Connection[Any], producer: Any) -> Iterator[list[Any]]:
-    """Yield the rows of a turn; when they are sent and acknowledged, delete them."""
-    above = dict.fromkeys((lane for (lane,) in connection.execute("SELECT lane FROM outbox.lanes")), 0)
-    while batch := connection.execute(
-        _TURN, (list(above), list(above.values()), _OF_A_LANE), prepare=True, binary=True
-    ).fetchall():
-        yield batch
-        while len(producer):
-            producer.flush(0.005)
-        lanes, ids = [row[-1] for row in batch], [row[-2] for row in batch]
-        above.update(zip(lanes, ids, strict=True))
-        connection.execute(_GONE, (lanes, ids), prepare=True)
-        connection.commit()

@@ -122,11 +122,6 @@ def writer(site: Site, steady: Steady) -> AbstractContextManager[Connection]:
     return child(_write, site.url, site.kind, steady)
 
 
-def bare_writer(site: Site, steady: Steady) -> AbstractContextManager[Connection]:
-    """The same, but it produces to the topic itself: what Kafka and its clients take without an outbox."""
-    return child(_produce, site.kafka, site.topic, steady)
-
-
 @contextmanager
 def child(target: Any, *arguments: Any) -> Iterator[Connection]:
     """Start a process that sends b"ready", and yield the connection to it; end it at the end."""
@@ -181,33 +176,6 @@ def _write(url: str, kind: str, steady: Steady, parent: Connection) -> None:
                 times.extend([time.monotonic_ns()] * (number + 1 - open_since))
                 open_since = number + 1
     parent.send(times)
-
-
-def _produce(kafka: str, topic: str, steady: Steady, parent: Connection) -> None:
-    from confluent_kafka import Producer
-
-    options = {"bootstrap.servers": kafka, "enable.idempotence": True, "linger.ms": 0, "compression.type": "lz4"}
-    producer, text = Producer(options), pad(SMALL)
-    producer.list_topics(topic, timeout=30)
-    times = array("q")
-    parent.send(b"ready")
-    parent.recv()
-    for number in _pace(steady):
-        times.append(time.monotonic_ns())
-        producer.produce(topic, f'{{"n": {steady.first + number}, "pad": "{text}"}}', f"order-{number % KEYS}")
-        producer.poll(0)
-    if producer.flush(30):
-        raise BenchError("the bare producer was not acknowledged within 30 s")
-    parent.send(times)
-
-
-@contextmanager
-def held_snapshot(site: Site) -> Iterator[None]:
-    """Keep a REPEATABLE READ transaction open, which holds the server's xmin."""
-    with psycopg.connect(site.url) as connection:
-        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-        connection.execute("SELECT count(*) FROM outbox.lanes")
-        yield
 
 
 def wait_until_empty(site: Site, seconds: float) -> None:

@@ -16,12 +16,12 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.results import Results, Target
+from benchmarks.harness.results import Metric, Results
 from benchmarks.harness.scenarios import Scenario, Sizes
 from benchmarks.harness.servers import ROOT, Servers
 
 _LIBRARIES: Final = ("confluent-kafka", "psycopg")
-_VERDICTS: Final = {True: "reached", False: "NOT reached", None: "–"}
+_RATIO: Final = Metric("ratio", "", 2)
 
 
 @dataclass
@@ -68,7 +68,7 @@ def _postgres(servers: Servers) -> str:
 
 
 def show(console: Console, chapter: Chapter) -> None:
-    """Print a scenario: its figures, its errors, its targets."""
+    """Print a scenario: its figures, its errors, its ratios."""
     scenario, results = chapter.scenario, chapter.results
     if scenario.quick:
         console.print("With --quick: small sizes, short runs. It shows that it works; the figures mean little.")
@@ -88,24 +88,17 @@ def show(console: Console, chapter: Chapter) -> None:
     for run in results.runs:
         if run.error is not None:
             console.print(f"FAILED: {run.way}, round {run.round}: {run.error}", style="red", markup=False)
-    targets = shown_targets(chapter)
-    if targets:
-        asked = Table("target", "asked", "found", "", title_justify="left")
-        for target in targets:
-            asked.add_row(target.what, target.asked, target.found, _VERDICTS[target.reached])
-        console.print(asked)
+    ratios = Table("ratio", "found", title_justify="left")
+    for what, spread in scenario.ratios(results).items():
+        if spread is not None:
+            ratios.add_row(what, spread.text(_RATIO))
+    if ratios.row_count:
+        console.print(ratios)
     console.print()
 
 
-def shown_targets(chapter: Chapter) -> list[Target]:
-    """Return the targets; those without a figure only where a run failed, and not where it was never to run."""
-    targets = chapter.scenario.targets(chapter.results)
-    failed = any(run.error is not None for run in chapter.results.runs)
-    return [target for target in targets if failed or target.spread is not None]
-
-
 def as_json(chapters: Sequence[Chapter], about: dict[str, str]) -> str:
-    """Return everything: every run, medians and spreads, targets."""
+    """Return everything: every run, medians and spreads, ratios."""
     found = [
         {
             "name": chapter.scenario.name,
@@ -121,9 +114,11 @@ def as_json(chapters: Sequence[Chapter], about: dict[str, str]) -> str:
                 }
                 for way in chapter.results.ways
             },
-            "targets": [
-                {**asdict(target), "found": target.found} for target in chapter.scenario.targets(chapter.results)
-            ],
+            "ratios": {
+                what: asdict(spread)
+                for what, spread in chapter.scenario.ratios(chapter.results).items()
+                if spread is not None
+            },
         }
         for chapter in chapters
     ]

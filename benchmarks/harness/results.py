@@ -1,4 +1,4 @@
-"""The figures of runs, and the targets for them."""
+"""The figures of runs, and their ratios."""
 
 from __future__ import annotations
 
@@ -59,22 +59,6 @@ class Spread:
         return shown[0] if self.least == self.greatest else f"{shown[0]} ({shown[1]}–{shown[2]})"
 
 
-@dataclass(frozen=True)
-class Target:
-    """A target and the figure that was measured; ``spread`` and ``reached`` are None without a figure."""
-
-    what: str
-    asked: str
-    spread: Spread | None
-    reached: bool | None
-    digits: int = 2
-
-    @property
-    def found(self) -> str:
-        """The figure as people read it."""
-        return "no figure" if self.spread is None else self.spread.text(Metric(self.what, "", self.digits))
-
-
 class Results:
     """The runs of one scenario."""
 
@@ -108,32 +92,15 @@ class Results:
         choose = min if least else max
         return {number: choose(found, key=found.__getitem__) for number, found in rounds.items()}
 
-    def ratio(self, way: str, other: str | Mapping[int, str], metric: str) -> list[float]:
-        """Return a way's figures divided by another way's of the same round."""
+    def ratio(self, way: str, other: str | Mapping[int, str], metric: str) -> Spread | None:
+        """Return the spread of a way's figures divided by another way's of the same round; None without any."""
         found = []
         for number, value in self.by_round(way, metric).items():
             of = other if isinstance(other, str) else other.get(number, "")
             base = self.by_round(of, metric).get(number)
             if base:
                 found.append(value / base)
-        return found
-
-
-def at_least(what: str, values: Sequence[float], goal: float) -> Target:
-    """Return the target that the median is ``goal`` or more."""
-    spread = Spread.of(values)
-    return Target(what, f"≥ {goal:g}", spread, None if spread is None else spread.median >= goal)
-
-
-def at_most(what: str, values: Sequence[float], goal: float, digits: int = 2, unit: str = "") -> Target:
-    """Return the target that the median is ``goal`` or less."""
-    spread = Spread.of(values)
-    return Target(what, f"≤ {goal:g}{unit}", spread, None if spread is None else spread.median <= goal, digits)
-
-
-def beside(what: str, values: Sequence[float]) -> Target:
-    """Return a figure that is shown without a target."""
-    return Target(what, "–", Spread.of(values), None)
+        return Spread.of(found)
 
 
 RATE: Final = Metric("rate", "events/s")

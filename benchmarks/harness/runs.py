@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.harness.load import Backlog, Steady, bare_writer, fill, received, wait_until_empty, writer
+from benchmarks.harness.load import Backlog, Steady, fill, received, wait_until_empty, writer
 from benchmarks.harness.measure import Cpu, percentile
 from benchmarks.harness.publishers import Publisher, Way, publishing
 from benchmarks.harness.relays import Relay
@@ -22,8 +21,6 @@ _STUCK_SECONDS: Final = 90.0
 _CHECK_SECONDS: Final = 2.0
 _LEFT_OUT_SECONDS: Final = 1.0
 _OFFERED_PART: Final = 0.95
-KAFKA_ONLY: Final = Way("bare produce(), no outbox")
-"""What the clients and the broker take by themselves: from before produce() to poll()."""
 
 Probe = Callable[[Publisher], dict[str, float]]
 
@@ -115,7 +112,10 @@ def watch(
 
 @dataclass(frozen=True)
 class Latency:
-    """A steady load to be measured, after a warm-up; strict: see check_offered. ``together`` are committed at once."""
+    """A steady load to be measured, after a warm-up. ``together`` are committed at once.
+
+    strict   it is an error if the writer reaches much less, as on a machine that is busy with other things.
+    """
 
     rate: float
     seconds: float
@@ -125,16 +125,6 @@ class Latency:
     together: int = 1
 
 
-def check_offered(run: Run, committed: Sequence[int], rate: float, *, strict: bool) -> None:
-    """Note the load that there really was. Raises BenchError if it was much less than what was to be measured.
-
-    On a machine that is busy with other things the writer does not get there; ``strict`` off lets that pass.
-    """
-    run.figures["offered"] = offered = (len(committed) - 1) / ((committed[-1] - committed[0]) / 1e9)
-    if strict and offered < _OFFERED_PART * rate:
-        raise BenchError(f"the writer reached {offered:.0f} of {rate:g} events a second: is the machine quiet?")
-
-
 def latency(servers: Servers, way: Way, run: Run, what: Latency) -> None:
     """Measure from the return of COMMIT in the writer to poll() in a reader of committed messages.
 
@@ -142,30 +132,19 @@ def latency(servers: Servers, way: Way, run: Run, what: Latency) -> None:
     is left out.
     """
     with servers.site(f"{run.scenario}-{way.name}", what.lanes) as site:
-        count = int(what.rate * what.seconds)
-        if way is KAFKA_ONLY:
-            under_load(servers, None, site, run, what, Steady(what.rate, count))
-            return
         with publishing(way, servers, site) as publisher:
             warm_up(way, publisher, Ends(site), Backlog(what.warm))
-            under_load(servers, publisher, site, run, what, Steady(what.rate, count, what.warm, what.together))
-
-
-def under_load(
-    servers: Servers, publisher: Publisher | None, site: Site, run: Run, what: Latency, steady: Steady
-) -> array[int]:
-    """Write a steady load and note its latency and cost. Returns when each event came, in ns."""
-    begin = writer if publisher is not None else bare_writer
-    with reader(site, steady.first, steady.count) as receiving, begin(site, steady) as writing:
-        pids = publisher.pids if publisher is not None else []
-        before = Cpu.now(servers, pids)
-        writing.send(b"go")
-        committed = received(writing, "the writer", what.seconds * 3 + 60)
-        cost = Cpu.now(servers, pids).percent_since(before)
-        seen, tally = received(receiving, "the reader", what.seconds * 5 + 60)
+            steady = Steady(what.rate, int(what.rate * what.seconds), what.warm, what.together)
+            with reader(site, steady.first, steady.count) as receiving, writer(site, steady) as writing:
+                before = Cpu.now(servers, publisher.pids)
+                writing.send(b"go")
+                committed = received(writing, "the writer", what.seconds * 3 + 60)
+                cost = Cpu.now(servers, publisher.pids).percent_since(before)
+                seen, tally = received(receiving, "the reader", what.seconds * 5 + 60)
     tally.note(run)
     skipped = int(what.rate * _LEFT_OUT_SECONDS)
     times = sorted((seen[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
     run.figures |= {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "max": times[-1], **cost}
-    check_offered(run, committed, what.rate, strict=what.strict)
-    return seen
+    run.figures["offered"] = offered = (len(committed) - 1) / ((committed[-1] - committed[0]) / 1e9)
+    if what.strict and offered < _OFFERED_PART * what.rate:
+        raise BenchError(f"the writer reached {offered:.0f} of {what.rate:g} events a second: is the machine quiet?")

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -103,7 +103,6 @@ class Worker:
     group        None: a standalone worker. Otherwise a distributed one, alone in this group, which keeps its state in
                  topics that begin with the group's name and allows exactly-once delivery by connectors.
     properties   of the worker, over those set here.
-    plugin       the jars of the connectors it has; None: Debezium's for Postgres.
     """
 
     def __init__(
@@ -114,10 +113,8 @@ class Worker:
         heap: str = "512m",
         group: str | None = None,
         properties: Mapping[str, str] | None = None,
-        plugin: Sequence[Path] | None = None,
     ) -> None:
         self._directory = directory
-        self._plugin = plugin
         self._bootstrap_servers = bootstrap_servers
         self._heap = heap
         self._group = group
@@ -142,7 +139,7 @@ class Worker:
         """Start it and wait until it answers."""
         plugin = self._directory / "plugins" / "debezium"
         plugin.mkdir(parents=True, exist_ok=True)
-        for jar in jars.fetch(DEBEZIUM, lock=LOCK) if self._plugin is None else self._plugin:
+        for jar in jars.fetch(DEBEZIUM, lock=LOCK):
             link = plugin / jar.name
             link.unlink(missing_ok=True)
             link.symlink_to(jar)

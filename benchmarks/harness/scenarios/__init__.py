@@ -7,8 +7,6 @@ from typing import Final
 from benchmarks.harness.scenarios.base import Scenario, Sizes
 from benchmarks.harness.scenarios.costs import Costs, Turns
 from benchmarks.harness.scenarios.drains import DrainUsual, HotKey
-from benchmarks.harness.scenarios.guarantees import Guarantees
-from benchmarks.harness.scenarios.held import Held
 from benchmarks.harness.scenarios.idle import Empty
 from benchmarks.harness.scenarios.lanes import Lanes
 from benchmarks.harness.scenarios.latencies import Steady600
@@ -20,9 +18,7 @@ ALL: Final[tuple[type[Scenario], ...]] = (
     Lanes,
     Empty,
     HotKey,
-    Held,
     Writers,
-    Guarantees,
     Costs,
     Turns,
 )

@@ -1,4 +1,4 @@
-"""What a scenario is: the ways that it runs in every round, the figures, and the targets."""
+"""What a scenario is: the ways that it runs in every round, and the figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from benchmarks.harness.choice import Named
 from benchmarks.harness.publishers import Way
 from benchmarks.harness.relays import Ours, ours
-from benchmarks.harness.results import Metric, Results, Run, Target
+from benchmarks.harness.results import Metric, Results, Run, Spread
 from benchmarks.harness.servers import Servers
 
 AT_MOST_ONCE: Final = ours("polling", "at-most-once")
@@ -23,7 +23,7 @@ OURS: Final = (POLLING, POLLING_ONCE, WAL, WAL_ONCE)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is written and how long is measured. The targets are for the defaults."""
+    """How much is written and how long is measured."""
 
     name: str = "normal"
     drain: int = 200_000
@@ -33,8 +33,6 @@ class Sizes:
     empty_seconds: float = 20
     lanes: int = 256
     hot: int = 100_000
-    held_seconds: float = 60
-    held_backlog: int = 100_000
     writer_transactions: int = 8_000
 
 
@@ -47,8 +45,6 @@ QUICK: Final = Sizes(
     empty_seconds=3,
     lanes=32,
     hot=5_000,
-    held_seconds=3,
-    held_backlog=5_000,
     writer_transactions=400,
 )
 
@@ -89,9 +85,9 @@ class Scenario(ABC):
     def run(self, servers: Servers, way: Any, run: Run) -> None:
         """Measure one way, and put the figures into ``run``. Raises BenchError when events are lost."""
 
-    @abstractmethod
-    def targets(self, results: Results) -> list[Target]:
-        """Return what is asked for, with what was found."""
+    def ratios(self, results: Results) -> dict[str, Spread | None]:
+        """Return ratios of ways by what they say."""
+        return {}
 
     @property
     def quick(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Final
 
 from benchmarks.harness.costs import COSTS, costs
 from benchmarks.harness.relays import Ours
-from benchmarks.harness.results import P50, P99, RATE, Results, Run, Target, beside
+from benchmarks.harness.results import P50, P99, RATE, Results, Run, Spread
 from benchmarks.harness.runs import Latency, latency
 from benchmarks.harness.scenarios.base import (
     AT_MOST_ONCE,
@@ -55,13 +55,12 @@ class Costs(Scenario):
             self.cold = False
         costs(servers, _patient(way), run, self.sizes.drain, self.sizes.warm_ours)
 
-    def targets(self, results: Results) -> list[Target]:
-        found = []
-        for way, other in ((AT_MOST_ONCE, POLLING), (POLLING_ONCE, POLLING), (WAL, POLLING), (WAL_ONCE, WAL)):
-            for metric in ("rate", "broker", "to_broker"):
-                what = f"{way.name}: {metric}, of {other.name}"
-                found.append(beside(what, results.ratio(way.name, other.name, metric)))
-        return found
+    def ratios(self, results: Results) -> dict[str, Spread | None]:
+        return {
+            f"{way.name}: {metric}, of {other.name}": results.ratio(way.name, other.name, metric)
+            for way, other in ((AT_MOST_ONCE, POLLING), (POLLING_ONCE, POLLING), (WAL, POLLING), (WAL_ONCE, WAL))
+            for metric in ("rate", "broker", "to_broker")
+        }
 
 
 class Turns(Scenario):
@@ -96,6 +95,3 @@ class Turns(Scenario):
         latency(servers, way.way, run, load)
         count = min(self.sizes.drain, max(2_000, 100 * way.value))
         costs(servers, way.way, run, count, self.sizes.warm_ours // 10, lanes=1)
-
-    def targets(self, results: Results) -> list[Target]:
-        return []

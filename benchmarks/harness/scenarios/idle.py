@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from benchmarks.harness.load import Backlog
 from benchmarks.harness.measure import Cpu, connections, count_statements, log_statements, threads
 from benchmarks.harness.publishers import publishing
-from benchmarks.harness.results import CPU, Metric, Results, Run, Target, at_most
+from benchmarks.harness.results import CPU, Metric, Run
 from benchmarks.harness.runs import warm_up
 from benchmarks.harness.scenarios.base import POLLING, POLLING_ONCE, WAL, Scenario, Variant
 from benchmarks.harness.scenarios.lanes import with_lanes
@@ -66,15 +66,6 @@ class Empty(Scenario):
                     "connections": connections(site),
                     "threads": threads(pid),
                 }
-
-    def targets(self, results: Results) -> list[Target]:
-        found = []
-        for way in self.ways:
-            rates = list(results.by_round(way.name, "statements").values())
-            found.append(at_most(f"{way.name}: statements a second", rates, 15, 1))
-            cpu = list(results.by_round(way.name, "publisher_cpu").values())
-            found.append(at_most(f"{way.name}: CPU of the relay", cpu, 1, 1, " % of a core"))
-        return found
 
 
 def _transactions(site: Site) -> int:

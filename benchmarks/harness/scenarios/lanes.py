@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from benchmarks.harness.measure import connections, resident_mb, threads
 from benchmarks.harness.publishers import Publisher
 from benchmarks.harness.relays import Ours
-from benchmarks.harness.results import P50, P99, PER_CORE, RATE, Metric, Results, Run, Target, at_least, at_most
+from benchmarks.harness.results import P50, P99, PER_CORE, RATE, Metric, Results, Run, Spread
 from benchmarks.harness.runs import Drain, Latency, drain, latency
 from benchmarks.harness.scenarios.base import POLLING, POLLING_ONCE, WAL, Scenario, Variant
 from benchmarks.harness.servers import LANES, Servers
@@ -53,12 +53,9 @@ class Lanes(Scenario):
         latency(servers, way.way, run, load)
         drain(servers, way.way, run, Drain(self.sizes.drain, warm, lanes=way.value, probe=footprint))
 
-    def targets(self, results: Results) -> list[Target]:
-        found = []
-        for few, many in ((w.name, with_lanes(w.way, self.sizes.lanes).name) for w in self.ways if w.value == LANES):
-            found.append(at_least(f"{many}: rate, of 4 lanes'", results.ratio(many, few, "rate"), 0.8))
-            found += [
-                at_most(f"{many}: {metric}, of 4 lanes'", results.ratio(many, few, metric), 1.0)
-                for metric in ("threads", "connections")
-            ]
-        return found
+    def ratios(self, results: Results) -> dict[str, Spread | None]:
+        return {
+            f"{many}: {metric}, of 4 lanes'": results.ratio(many, few, metric)
+            for few, many in ((w.name, with_lanes(w.way, self.sizes.lanes).name) for w in self.ways if w.value == LANES)
+            for metric in ("rate", "threads", "connections")
+        }

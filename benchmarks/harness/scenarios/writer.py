@@ -10,7 +10,7 @@ import psycopg
 
 from benchmarks.harness.load import SMALL, pad
 from benchmarks.harness.publishers import Way
-from benchmarks.harness.results import Metric, Results, Run, Target, at_least, beside
+from benchmarks.harness.results import Metric, Run
 from benchmarks.harness.scenarios.base import Scenario
 from benchmarks.harness.servers import Servers, Site
 from outbox import Event, Outbox
@@ -72,13 +72,6 @@ class Writers(Scenario):
             for name in writes:
                 run.figures[name] = turns * _TURN / seconds[name]
                 run.figures[f"{name}_cpu"] = cpu[name] / (turns * _TURN) * 1e6
-
-    def targets(self, results: Results) -> list[Target]:
-        without, event, bare = (results.by_round(ONE_CLIENT.name, name) for name in ("without", "event", "bare"))
-        return [
-            at_least("one event: of the rate without", [event[number] / without[number] for number in event], 0.85),
-            beside("a bare INSERT: of the rate without", [bare[number] / without[number] for number in bare]),
-        ]
 
 
 def _business(connection: psycopg.Connection[Any], number: int) -> None:
