@@ -24,20 +24,13 @@ def percentile(values: Sequence[float], part: float) -> float:
     return values[min(int(len(values) * part), len(values) - 1)]
 
 
-def children(pid: int) -> list[int]:
-    """Return a process's children. Straight from /proc: this runs while a relay is measured."""
-    found: list[int] = []
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            found += map(int, listed.read_text().split())
-    return found
-
-
 def _family(pids: Iterable[int]) -> list[int]:
-    """Return the processes and their descendants."""
+    """Return the processes and their descendants. Straight from /proc: this runs while a relay is measured."""
     found = list(pids)
     for pid in found:
-        found += children(pid)
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += map(int, listed.read_text().split())
     return found
 
 
@@ -83,17 +76,14 @@ class Cpu:
         }
 
 
-def status_of(path: str, name: str) -> int:
-    """Return a number of a process's or thread's status below /proc; 0 once it has ended."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        lines = Path("/proc", path, "status").read_text().splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
-    return 0
-
-
 def _status(pid: int, name: str) -> int:
     """Return a number of the status, summed over the process and its children."""
-    return sum(status_of(str(member), name) for member in _family([pid]))
+    found = 0
+    for member in _family([pid]):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines = Path(f"/proc/{member}/status").read_text().splitlines()
+            found += next((int(line.split()[1]) for line in lines if line.startswith(name)), 0)
+    return found
 
 
 def resident_mb(pid: int) -> float:

@@ -108,7 +108,7 @@ def test_many_keys_in_opposite_order_do_not_deadlock(outbox_postgres):
 
     def write(order: list[str]) -> None:
         with psycopg.connect(outbox_postgres.url) as connection:
-            for _ in range(40):
+            for _ in range(20):
                 start.wait(60)
                 outbox.add_many(connection, [event(1, key) for key in order], lock_key=True)
                 connection.commit()
@@ -117,7 +117,7 @@ def test_many_keys_in_opposite_order_do_not_deadlock(outbox_postgres):
         orders = (keys, keys[::-1], keys[100:] + keys[:100])
         for done in [pool.submit(write, order) for order in orders]:
             done.result(120)
-    assert len(stored(outbox_postgres)) == 3 * 40 * 200
+    assert len(stored(outbox_postgres)) == 3 * 20 * 200
 
 
 def test_the_locks_are_sorted_and_taken_before_any_id_is_drawn(outbox_postgres):
