@@ -122,17 +122,17 @@ class _Comparison:
         found = {}
         for window in self._with_applied([*there, *ids], groups, applied):
             found[window] = one = WindowAudit(window, None, ids.get(window, NOTHING).events)
-            parts = [found_in.get(window, NOTHING) for found_in in unpublished]
-            one.waiting, one.dead, one.discarded = (part.events for part in parts)
+            left = [found_in.get(window, NOTHING) for found_in in unpublished]
+            one.waiting, one.dead, one.discarded = (part.events for part in left)
             one.sums["kafka"] = ids.get(window, NOTHING).hashes
             here = committed.get(window, Committed()) if self._archived(window) else None
             published = ids.get(window, NOTHING) if here is None else here.ids
             if here is not None:
-                one.committed = sum((part.events for part in parts), here.ids.events)
+                one.committed = sum((part.events for part in left), here.ids.events)
             if window.minute >= self._ledger_from:
                 all_of_it = written.get(window, NOTHING)
                 one.committed, one.sums["ledger"] = all_of_it.events, all_of_it.hashes
-                if all_of_it != sum(parts, published):
+                if all_of_it != sum(left, published):
                     one.state = DIFFERENT
             if self._lost(window):
                 one.state = EXPIRED

@@ -20,9 +20,6 @@ from relay.audit.topics import Cell
 from relay.database import one_snapshot
 from relay.kafka.offsets import Partition
 
-_REMEMBERS: Final = frozenset({DEDUP})
-"""The strategies that keep the ids of all events."""
-
 _GROUPS: Final = """
 SELECT g.grp, g.strategy, g.forgotten_before, o.topic, o.part, o.next_offset
   FROM {groups} AS g JOIN {offsets} AS o ON o.grp = g.grp
@@ -139,7 +136,7 @@ class Groups:
         """Return the groups that read one of the topics, with their positions there; None for all topics."""
         found: dict[str, Group] = {}
         for name, strategy, forgotten, topic, number, offset in self._rows(_GROUPS):
-            group = found.setdefault(name, Group(name, strategy in _REMEMBERS, forgotten))
+            group = found.setdefault(name, Group(name, strategy == DEDUP, forgotten))
             group.reads.add(topic)
             if topics is None or topic in topics:
                 group.positions[Partition(topic, number)] = offset

@@ -30,6 +30,8 @@ from relay.kafka.offsets import Partition
 from relay.kafka.routing import NoRoute, Router
 from relay.settle.statements import names_of
 
+_ROWS_AT_ONCE: Final = 5000
+
 # Copies for a dead-letter topic and replays have their event's id, and are no events of their own.
 _ORIGINAL: Final = "NOT coalesce(headers ?| ARRAY['outbox-replay', 'outbox-dead-letter'], false)"
 
@@ -235,7 +237,7 @@ class Tables:
         bound = self._bound | {"minutes": sorted({window.minute for window in windows})}
         # Row by row: there may be hundreds of thousands in a minute.
         with self._connection.cursor("audit", row_factory=tuple_row) as cursor:
-            cursor.itersize = 5000
+            cursor.itersize = _ROWS_AT_ONCE
             cursor.execute(sql.SQL(_EVENTS).format(**self._names), bound)
             for kind, topic, minute, event_id, number, offset, said in cursor:
                 window = self._window(kind, topic, minute)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from outbox.consumer.admin.offsets import Group
 from outbox.consumer.admin.status import GroupState
 from outbox.errors import ConfigurationError
-from outbox.external.reservations import Chosen
+from outbox.external.reservations import Chosen, ReservationAdmin
 from relay.page.api import CONFIRMED, Rows, View
 from relay.page.page import Form, Page
 
@@ -81,7 +81,7 @@ def _change(page: Page, what: str, request: Request, form: Form) -> Response:
         group, name, message_id = page.chosen(request, form)
     page.audit(request, f"{what} external call", reason, {"which": f"{group}/{name} {message_id}"})
     chosen = Chosen(group, name, [message_id])
-    with page.consumers.reservations() as calls:
+    with page.consumers.opened(ReservationAdmin) as calls:
         done = calls.cancel(chosen, reason or "") if what == "cancel" else calls.retry(chosen, why=reason)
     word = "cancelled" if what == "cancel" else "retried"
     return page.done(request, "/consumers", f"the call will be {word}" if done else "the call is no longer stuck")

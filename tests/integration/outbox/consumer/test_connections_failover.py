@@ -25,17 +25,6 @@ from spark_jobs.postgres.group_store import PostgresGroupStore
 __all__ = ["later", "url"]
 
 
-def test_a_standby_is_not_kept(private_postgres):
-    """It may be promoted, or not; and somebody else is the primary now."""
-    primary = private_postgres({"wal_level": "replica"})
-    database = private_postgres.database(primary)
-    with Standby(primary) as standby:
-        wait_until(standby.caught_up, what="the standby")
-        url = standby.url(database.name)
-        assert read(url) != read(url)
-        connections.close_all()
-
-
 def test_a_session_that_the_server_ended_is_replaced_unseen(url):
     for again in (ask, read, lambda url: ask(url, reset=False)):
         pid = again(url)
@@ -96,7 +85,10 @@ def asked_by(member: Session) -> int:
 
 
 def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_postgres, later):
-    """The name leads to the new primary, and the old one does not know that it is none: a split brain."""
+    """The name leads to the new primary, and the old one does not know that it is none: a split brain.
+
+    Before that, a session of the standby is not kept: it may be promoted, or not; and somebody else is the primary now.
+    """
     primary = private_postgres({"wal_level": "replica"})
     database = private_postgres.database(primary)
     db.upgrade_consumer(database.url)
@@ -109,6 +101,7 @@ def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_p
         assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (2, primary.port)
         assert asked_by(member) == 0
         wait_until(standby.caught_up, what="the standby")
+        assert read(standby.url(database.name)) != read(standby.url(database.name))
         standby.promote()
         name.lead_to(standby.port)
         run(standby.url(database.name), "UPDATE consumer.offsets SET next_offset = 7")

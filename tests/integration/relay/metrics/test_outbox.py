@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import psycopg
+from alerting import scraped
 from support import IMPATIENT, drained, logged, order, wait_until
 
 from outbox import Event, Outbox, __version__
@@ -21,20 +22,12 @@ class Scraped:
     """What both relays show, added up as Prometheus' ``sum`` does. One that shows no such metric adds nothing."""
 
     def __init__(self, ports: list[int]) -> None:
-        self._ports = ports
+        self._addresses = [f"127.0.0.1:{port}" for port in ports]
 
     def each(self, name: str) -> list[float]:
-        found = []
-        for port in self._ports:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-                    lines = answer.read().decode().splitlines()
-            except OSError:
-                continue
-            metric, _, labels = name.rstrip("}").partition("{")
-            series = f'{metric}{{outbox="orders"{labels and f",{labels}"}}}'
-            found += [float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == series]
-        return found
+        metric, _, labels = name.rstrip("}").partition("{")
+        start = f'{metric}{{outbox="orders"{labels and f",{labels}"},instance='
+        return [value for series, value in scraped(*self._addresses).items() if series.startswith(start)]
 
     def sum(self, name: str) -> float:
         return sum(self.each(name))

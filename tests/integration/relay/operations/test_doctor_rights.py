@@ -148,12 +148,7 @@ def roles(outbox_postgres):
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        (RoleKind.RELAY, "polling, exactly-once"),
-        (RoleKind.OPERATOR, "polling"),
-        (RoleKind.PAGE, "wal"),
-    ],
+    ("kind", "how"), [(RoleKind.RELAY, "polling, exactly-once"), (RoleKind.OPERATOR, "polling"), (RoleKind.PAGE, "wal")]
 )
 def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgres, outbox_kafka, roles, kind, how):
     source, _, delivery = how.partition(", ")

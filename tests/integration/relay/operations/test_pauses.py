@@ -9,7 +9,7 @@ from contextlib import closing
 
 import psycopg
 import pytest
-from pause_rig import LANE, ORDERS, OTHER_LANE, audit, outbox, url, without_the_rules_of_loop_fakes
+from pause_rig import LANE, ORDERS, OTHER_LANE, audit, outbox, url
 from pause_support import pause, read, resume
 from polling_support import add, table
 from rows_and_roles import login_role
@@ -27,7 +27,7 @@ from relay.operations import pauses
 from relay.operations.doctor import examine
 from relay.operations.drain import Drain
 
-__all__ = ["url", "without_the_rules_of_loop_fakes"]
+__all__ = ["url"]
 
 
 # What operators do

@@ -150,8 +150,7 @@ def test_a_missing_dead_letter_topic_that_a_copy_waits_for(status, outbox_postgr
 def test_a_kafka_that_does_not_answer_while_events_wait(status, outbox_postgres, monkeypatch):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
     execute(
-        outbox_postgres.url,
-        "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')",
+        outbox_postgres.url, "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')"
     )
     assert status.look()["problems"] == []
     add(outbox_postgres.url, "Order", 1)

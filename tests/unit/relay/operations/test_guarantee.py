@@ -108,21 +108,9 @@ DROPPED, SETTING = "The server drops the slot after", "(max_slot_wal_keep_size)"
 @pytest.mark.parametrize(
     ("retained", "safe", "rate", "kept", "rest"),
     [
-        (
-            3 * MIB,
-            None,
-            MIB,
-            "3.0 MiB",
-            f"; 1.0 MiB/s{UNREAD} in 17 min. {ALL_OF_IT}",
-        ),
+        (3 * MIB, None, MIB, "3.0 MiB", f"; 1.0 MiB/s{UNREAD} in 17 min. {ALL_OF_IT}"),
         (0, None, 100.0, "0 bytes", f"; 100 bytes/s{UNREAD} in 124 d. {ALL_OF_IT}"),
-        (
-            1000 * MIB,
-            None,
-            MIB,
-            "1000.0 MiB",
-            f"; 1.0 MiB/s{UNREAD} in 24 s. {ALL_OF_IT}",
-        ),
+        (1000 * MIB, None, MIB, "1000.0 MiB", f"; 1.0 MiB/s{UNREAD} in 24 s. {ALL_OF_IT}"),
         (
             512,
             2 * MIB,
@@ -130,13 +118,7 @@ DROPPED, SETTING = "The server drops the slot after", "(max_slot_wal_keep_size)"
             "512 bytes",
             f"; 10.0 KiB/s{UNREAD} in 29 h. {DROPPED} 2.0 MiB more, in 3 min {SETTING}",
         ),
-        (
-            2048 * MIB,
-            -5,
-            MIB,
-            "2.0 GiB",
-            f"; 1.0 MiB/s{UNREAD} now. {DROPPED} 0 bytes more, now {SETTING}",
-        ),
+        (2048 * MIB, -5, MIB, "2.0 GiB", f"; 1.0 MiB/s{UNREAD} now. {DROPPED} 0 bytes more, now {SETTING}"),
         (0, 100 * MIB, 0.0, "0 bytes", f". {DROPPED} 100.0 MiB more {SETTING}"),
     ],
 )
