@@ -96,8 +96,8 @@ def run_all(
 
 def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way], rounds: int) -> dict[str, Any]:
     """Measure the ways; print a table. Returns the figures."""
-    for warm, events in ((True, stage.warm), (False, stage.events)):
-        stage.topics[warm] = topics.create_topic(topics.name("events"), PARTITIONS)
+    for warm, name, events in ((True, "warm", stage.warm), (False, "events", stage.events)):
+        stage.topics[warm] = topics.create_topic(topics.name(name), PARTITIONS)
         fill(stage.kafka, stage.topics[warm], events)
     rates, failed = run_all(console, stage, chosen, rounds)
     chosen = [way for way in chosen if way.name not in failed]
