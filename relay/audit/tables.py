@@ -13,6 +13,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 
 from relay.audit.content import content
+from relay.audit.findings import STATEMENT_SECONDS
 from relay.audit.sums import (
     NOTHING,
     Sum,
@@ -163,7 +164,6 @@ class Tables:
         topics: Collection[str] | None,
         minutes: range,
         key: bytes,
-        seconds: float,
         *,
         order_minutes: int = 0,
     ) -> None:
@@ -171,7 +171,6 @@ class Tables:
         self._names = _pieces(names_of(schema) | {"ledger": sql.Identifier(schema, "ledger")})
         self._router = router
         self._topics = topics
-        self._seconds = seconds
         self._bound: dict[str, Any] = {
             "key": key,
             "low": first_id(minutes.start),
@@ -188,7 +187,7 @@ class Tables:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Read everything in this block in one snapshot. Raises Unavailable and SchemaError."""
-        with unavailable_on_error("reading the events to audit"), one_snapshot(self._connection, self._seconds):
+        with unavailable_on_error("reading the events to audit"), one_snapshot(self._connection, STATEMENT_SECONDS):
             yield
 
     def archived(self) -> tuple[int, int] | None:

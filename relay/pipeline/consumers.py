@@ -18,6 +18,7 @@ from outbox.external.reservations import Chosen, ReservationAdmin
 from relay.config import Settings
 
 _KAFKA_SECONDS: Final = 5.0
+_MOST_CALLS: Final = 50
 
 _Opened = TypeVar("_Opened")
 
@@ -54,12 +55,12 @@ class Consumers:
             found["value"] = orjson.dumps(found["value"]).decode()
         return found
 
-    def stuck_calls(self, most: int) -> tuple[Mapping[str, int], Sequence[Mapping[str, Any]]]:
+    def stuck_calls(self) -> tuple[Mapping[str, int], Sequence[Mapping[str, Any]]]:
         """Return how many calls to other systems there are in each state, and the first of those that are stuck."""
         if not self.exist():
             return {}, []
         with self.opened(ReservationAdmin) as reservations:
-            return reservations.counts(Chosen()), reservations.find(Chosen(), most=most)
+            return reservations.counts(Chosen()), reservations.find(Chosen(), most=_MOST_CALLS)
 
     def positions(self, group: str) -> tuple[Group, str | None]:
         """Return a group's partitions, and why Kafka's offsets are missing; None if they are not. Raises NotFound."""

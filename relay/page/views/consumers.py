@@ -16,7 +16,6 @@ from outbox.external.reservations import Chosen, ReservationAdmin
 from relay.page.api import CONFIRMED, Rows, View
 from relay.page.page import Form, Page
 
-_CALLS = 50
 _CALL = {
     "message_id": "the call's message",
     "group": "the call's group",
@@ -28,7 +27,7 @@ _CALL = {
 def routes(page: Page) -> list[View]:
     def show(request: Request) -> Response:
         overview = page.sampler.latest()
-        calls, unseen = page.read(lambda: page.consumers.stuck_calls(_CALLS))
+        calls, unseen = page.read(page.consumers.stuck_calls)
         return page.render(
             request,
             "consumers.html",
