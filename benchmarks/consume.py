@@ -115,7 +115,8 @@ def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way]
     """Measure the ways; print a table. Returns the figures."""
     for is_nested in {way.nested for way in chosen}:
         for warm, events in ((True, stage.warm), (False, stage.events)):
-            topic = topics.create_topic(topics.name("events"), PARTITIONS)
+            name = f"{'warm' if warm else 'timed'}-{'nested' if is_nested else 'flat'}"
+            topic = topics.create_topic(topics.name(name), PARTITIONS)
             stage.topics[warm, is_nested] = topic
             fill(stage.kafka, topic, events, nested if is_nested else flat)
     rates, failed = run_all(console, stage, chosen, rounds)

@@ -21,39 +21,37 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 import typer
+from rich.console import Console
 
 from examples.demo.ledger import PARTITIONS, Figures, Ledger, Reconciliation
-from examples.demo.lines import Lines
 from examples.demo.processes import Child, DemoFailed
-from examples.demo.servers import Servers, find_servers, own_database
-from outbox._app.console import failing_clearly, print_json
+from outbox._app.console import failing_clearly
 from outbox.sandbox._process import patience
 from outbox.testing.fixtures import Topics
-from outbox.urls import sqlalchemy_url
+from outbox.urls import libpq_url, sqlalchemy_url, with_database
 from relay.cli.web import open_in_browser
 
 LEASE_SECONDS: Final = 3.0
 # Spark takes the longest to come back, and has time to catch up before the relay is killed.
 KILL_SPARK_AT: Final = 0.2
 KILL_RELAY_AT: Final = 0.75
-GENTLE_RATE: Final = 50.0
+RATE, GENTLE_RATE = 500.0, 50.0
+"""Events per second that the shop commits, and at which it goes on afterwards."""
 STALL_SECONDS: Final = 90.0
 LOOK_SECONDS: Final = 0.2
 _PAGE_SECONDS: Final = 30.0
+_SHOW_SECONDS: Final = 2.0
 
 
 @failing_clearly()
 def demo(
     events: Annotated[int, typer.Option(min=100, help="About how many events the shop commits.")] = 20_000,
-    rate: Annotated[float, typer.Option(min=0, help="Events per second; 0: as fast as possible.")] = 500.0,
     leave: Annotated[
         bool, typer.Option("--exit", help="Exit after these events, as without a terminal, instead of at Ctrl-C.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
-    kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill the relay and the Spark job midway.")] = True,
 ) -> None:
     """Show the whole pipeline on real servers, with a crash of the relay and of the Spark job.
 
@@ -61,14 +59,13 @@ def demo(
     """
     # The stack below ends the processes and drops what the demo created.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    endless = sys.stdout.isatty() and not as_json and not leave
-    course = Course(events, rate or None, GENTLE_RATE if endless else None, kill=kill)
+    endless = sys.stdout.isatty() and not leave
     with ExitStack() as stack:
         lines = stack.enter_context(Lines())
         lines.say("starting Postgres and Kafka")
         servers = find_servers()
         lines.say("creating the tables")
-        run = stack.enter_context(prepare(servers, course, lines))
+        run = stack.enter_context(prepare(servers, lines, events, endless=endless))
         if endless:
             link = stack.enter_context(_page(run.environment))
             opened = "your browser shows the operations page" if open_in_browser(link) else "the operations page is at"
@@ -80,12 +77,91 @@ def demo(
         if servers.sandbox:
             outbox = Path(sys.executable).with_name("outbox")
             lines.say(f"the servers still run; to stop them: {outbox} sandbox down")
-    if as_json:
-        print_json({**result.as_dict(), "seconds": round(lines.seconds, 1)})
-    else:
-        typer.echo(result.line())
+    typer.echo(result.line())
     if not result.clean:
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """The addresses of Postgres and Kafka. ``sandbox``: whether the sandbox runs one of them."""
+
+    url: str
+    bootstrap: str
+    sandbox: bool
+
+
+def find_servers() -> Servers:
+    """Return the servers that the environment names, otherwise the sandbox's, which are started."""
+    from outbox._app.settings import check_environment
+
+    check_environment()
+    url = os.environ.get("OUTBOX_DATABASE_URL")
+    bootstrap = os.environ.get("OUTBOX_KAFKA__BOOTSTRAP_SERVERS")
+    if url and bootstrap:
+        return Servers(libpq_url(url), bootstrap, sandbox=False)
+    from outbox.sandbox.sandbox import Sandbox
+
+    state = Sandbox().up()
+    return Servers(libpq_url(url) if url else state.database_url, bootstrap or state.bootstrap_servers, sandbox=True)
+
+
+@contextmanager
+def own_database(url: str, name: str) -> Iterator[str]:
+    """Create a database for this run, with the outbox's and the consumers' tables. It is dropped at the end."""
+    from outbox._app import migrate
+    from outbox.sandbox.postgres import create_database, drop_database
+
+    create_database(url, name)
+    try:
+        own = with_database(url, name)
+        migrate.upgrade(own)
+        migrate.upgrade_consumer(own)
+        yield own
+    finally:
+        drop_database(url, name)
+
+
+class Lines:
+    """A line on stderr for each event, and the figures: below the lines on a terminal, else every two seconds if they
+    change. stdout has only the result.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._status = self._console.status("")
+        self._started = time.monotonic()
+        self._next = 0.0
+        self._figures: Figures | None = None
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the start."""
+        return time.monotonic() - self._started
+
+    def say(self, text: str) -> None:
+        """Show a line of text."""
+        self._console.print(f"[{self.seconds:6.1f} s] {text}", markup=False)
+
+    def update(self, figures: Figures) -> None:
+        """Show new figures."""
+        oldest = "-" if figures.oldest_seconds is None else f"{figures.oldest_seconds:.1f} s"
+        text = (
+            f"committed {figures.committed:>7,}  published {figures.published:>7,}  applied {figures.applied:>7,}  "
+            f"unpublished {figures.backlog:>6,}, oldest {oldest}"
+        )
+        if self._console.is_terminal:
+            self._status.update(text)
+        elif self.seconds >= self._next and figures != self._figures:
+            self._next, self._figures = self.seconds + _SHOW_SECONDS, figures
+            self.say(text)
 
 
 @contextmanager
@@ -129,22 +205,6 @@ def _closing_at_ctrl_c(close_shop: Callable[[], None]) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """What the demo does.
-
-    events      about how many the shop commits.
-    rate        events per second; None: as fast as possible.
-    afterwards  the rate at which the shop goes on after these events, until it is closed; None: it closes by itself.
-    kill        kill the relay and the Spark job midway.
-    """
-
-    events: int
-    rate: float | None = None
-    afterwards: float | None = None
-    kill: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class _Kill:
     """Kill a process once a figure has reached its share of all events."""
 
@@ -154,8 +214,11 @@ class _Kill:
 
 
 @contextmanager
-def prepare(servers: Servers, course: Course, lines: Lines) -> Iterator[Demo]:
-    """Create a database and a topic for one run, dropped at the end. Its processes end before that."""
+def prepare(servers: Servers, lines: Lines, events: int, *, endless: bool) -> Iterator[Demo]:
+    """Create a database and a topic for one run, dropped at the end. Its processes end before that.
+
+    events   about how many the shop commits; then it goes on until it is closed if ``endless``, or closes by itself.
+    """
     with ExitStack() as stack:
         topics = stack.enter_context(Topics(servers.bootstrap))
         name = f"demo-{topics.token}"
@@ -176,23 +239,25 @@ def prepare(servers: Servers, course: Course, lines: Lines) -> Iterator[Demo]:
         }
         outbox = [sys.executable, "-m", "relay.cli"]
         # Small rounds, so that the kill happens between two of many.
-        rounds = ["--max-records", str(max(200, course.events // 20))]
+        rounds = ["--max-records", str(max(200, events // 20))]
         consume = [*outbox, "consume", "spark_jobs.order_totals:job", "--continuous", "--topic", topic, *rounds]
-        shop = Child("shop", _shop_command(course, database), environment, folder)
+        till = [sys.executable, str(Path(__file__).parents[1] / "shop"), "--database-url", sqlalchemy_url(database)]
+        till += ["--events", str(events), "--rate", str(RATE), *(["--afterwards", str(GENTLE_RATE)] if endless else [])]
+        shop = Child("shop", till, environment, folder)
         relay = Child("relay", [*outbox, "relay", "run"], environment, folder, ready="lanes acquired")
         # Without the JVM's second compiler, which takes half of the processor time of a short life.
         java = {"JDK_JAVA_OPTIONS": f"-XX:TieredStopAtLevel=1 {os.environ.get('JDK_JAVA_OPTIONS', '')}"}
         spark = Child("spark", consume, environment | java, folder, ready="group taken over")
         for child in (shop, relay, spark):
             stack.callback(child.finish, 30.0)
-        yield Demo(course, lines, ledger, shop, relay, spark, environment)
+        yield Demo(events, lines, ledger, shop, relay, spark, environment)
 
 
 @dataclass
 class Demo:
     """One run of the shop, the relay and the Spark job. ``close_shop`` may be called from any thread."""
 
-    course: Course
+    events: int
     lines: Lines
     ledger: Ledger
     shop: Child
@@ -202,8 +267,8 @@ class Demo:
 
     def __post_init__(self) -> None:
         self._closing = threading.Event()
-        killed = _Kill(self.spark, KILL_SPARK_AT, "applied"), _Kill(self.relay, KILL_RELAY_AT, "published")
-        self._kills: Sequence[_Kill] = killed if self.course.kill else ()
+        spark, relay = _Kill(self.spark, KILL_SPARK_AT, "applied"), _Kill(self.relay, KILL_RELAY_AT, "published")
+        self._kills: Sequence[_Kill] = (spark, relay)
 
     def run(self) -> Reconciliation:
         """Run until the shop is closed and all events are applied. Return the comparison."""
@@ -263,7 +328,7 @@ class Demo:
             self._kills = ()
             self.shop.stop()
         # The shop may close early: no more events will follow then.
-        expected = self.course.events if self.shop.running else figures.committed
+        expected = self.events if self.shop.running else figures.committed
         due = [kill for kill in self._kills if getattr(figures, kill.figure) >= kill.share * expected]
         self._kills = [kill for kill in self._kills if kill not in due]
         for kill in due:
@@ -274,15 +339,6 @@ class Demo:
         # It may have committed since the figures were read.
         figures = self.ledger.look()
         return figures.backlog == 0 and figures.unread == 0 and figures.applied >= figures.committed
-
-
-def _shop_command(course: Course, database: str) -> list[str]:
-    shop = Path(__file__).parents[1] / "shop"
-    command = [sys.executable, str(shop), "--database-url", sqlalchemy_url(database), "--events", str(course.events)]
-    for name, value in (("--rate", course.rate), ("--afterwards", course.afterwards)):
-        if value is not None:
-            command += [name, str(value)]
-    return command
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 import psycopg
@@ -64,10 +64,6 @@ class Reconciliation:
         if self.differing_orders or self.phantom_orders:
             text += f" · orders that differ {self.differing_orders} · rolled back but applied {self.phantom_orders}"
         return text
-
-    def as_dict(self) -> dict[str, int | bool]:
-        """Return the result for JSON."""
-        return {**asdict(self), "clean": self.clean}
 
 
 @dataclass(frozen=True, slots=True)

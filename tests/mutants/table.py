@@ -310,6 +310,6 @@ MUTANTS: Final = (
         "outbox/event.py",
         'if lower in RESERVED_HEADERS or lower.startswith(("ce_", RELAY_HEADER_PREFIX)):',
         "if lower in RESERVED_HEADERS:",
-        ("tests/unit/outbox/test_event_refusals.py",),
+        ("tests/unit/outbox/test_event.py",),
     ),
 )

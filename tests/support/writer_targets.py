@@ -250,6 +250,10 @@ each_driver = pytest.mark.parametrize(
 )
 
 
+# What is decided before anything is sent is the same for all drivers.
+both_ways = pytest.mark.parametrize("name", ["Session, psycopg", "asyncpg Connection"])
+
+
 def on_target(test: Callable[..., Any]) -> Callable[..., None]:
     """Run a coroutine test over the target that its parameter ``name`` says, opened on the test's database."""
 

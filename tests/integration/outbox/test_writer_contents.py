@@ -18,7 +18,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import TraceState
 from psycopg.types.json import Jsonb
-from writer_targets import each_driver, event, on_target, opened, stored
+from writer_targets import both_ways, event, on_target, opened, stored
 
 from outbox import Event, EventTooLarge, Outbox, _payload
 
@@ -84,7 +84,7 @@ async def test_dataclasses_and_models_are_stored_as_json(target, outbox_postgres
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 
-@each_driver
+@both_ways
 @on_target
 async def test_a_subject_is_a_header_of_the_row_and_the_lane_is_the_keys(target, outbox_postgres):
     about = [Event("Order", "customer-7", "T", {"n": n}, subject=f"order-ü{n}") for n in range(3)]

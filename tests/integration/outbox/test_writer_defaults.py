@@ -9,7 +9,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from rows_and_roles import login_role
-from writer_targets import each_driver, event, every_target, on_target, stored
+from writer_targets import both_ways, event, on_target, stored
 
 from outbox import ConfigurationError, Event, EventError, Outbox, SchemaError, TargetError
 from relay.operations.roles import RoleKind, grants
@@ -21,7 +21,7 @@ def headers(database) -> list[dict[str, str] | None]:
     return [row["headers"] for row in stored(database)]
 
 
-@each_driver
+@both_ways
 @on_target
 async def test_headers_of_all_events(target, outbox_postgres):
     target.options = {"headers": OWN}
@@ -65,7 +65,7 @@ def test_a_trace_of_all_events_is_a_whole_one(outbox_postgres):
     assert headers(outbox_postgres) == [{"traceparent": "c"}]
 
 
-@every_target
+@both_ways
 @on_target
 async def test_check(target, outbox_postgres):
     await target.check()

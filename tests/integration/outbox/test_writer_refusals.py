@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
-from writer_targets import each_driver, event, numbers, on_target, stored
+from writer_targets import both_ways, event, numbers, on_target, stored
 
 from outbox import AsyncOutbox, ConfigurationError, Event, EventError, EventTooLarge, Outbox, PayloadError, TargetError
 from outbox.urls import sqlalchemy_url
@@ -262,7 +262,7 @@ REFUSED = [
 ]
 
 
-@each_driver
+@both_ways
 @on_target
 async def test_a_refused_event_names_its_field_and_leaves_the_transaction_usable(target, outbox_postgres):
     await target.add(event(1))
@@ -282,9 +282,12 @@ async def test_a_refused_event_names_its_field_and_leaves_the_transaction_usable
 # --- a lean installation ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", ["psycopg2", "asyncpg", "asyncpg alone"])
+@pytest.mark.parametrize("driver", ["psycopg2", "asyncpg"])
 def test_neither_psycopg_nor_pydantic_nor_opentelemetry_is_needed(outbox_postgres, driver):
-    """As in a service whose driver is another one: there psycopg may lie about without libpq, and can't be imported."""
+    """As in a service whose driver is another one: there psycopg may lie about without libpq, and can't be imported.
+
+    Without SQLAlchemy: test_writer_targets.py.
+    """
     code = """
 import asyncio, sys
 for absent in ("psycopg", "pydantic", "opentelemetry") + (("greenlet",) if sys.argv[1] != "asyncpg" else ()):
@@ -296,17 +299,6 @@ if sys.argv[1] == "psycopg2":
     with sa.create_engine(sys.argv[2]).begin() as connection:
         Outbox().add(connection, Event("Order", "1", "T", {"n": None}))
         Outbox().add_many(connection, [Event("Order", "1", "T", {"n": 2}), Event("Order", "1", "T", {"n": 3})])
-elif sys.argv[1] == "asyncpg alone":
-    import asyncpg
-
-    async def main():
-        connection = await asyncpg.connect(sys.argv[2])
-        async with connection.transaction():
-            await AsyncOutbox().add(connection, Event("Order", "1", "T", {"n": None}))
-            await AsyncOutbox().add_many(connection, [Event("Order", "1", "T", {"n": n}) for n in (2, 3)])
-        await connection.close()
-
-    asyncio.run(main())
 else:
     from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -323,9 +315,8 @@ try:
 except TargetError:
     print("as it should be")
 """
-    url = outbox_postgres.url if driver == "asyncpg alone" else sqlalchemy_url(outbox_postgres.url, driver)
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, driver, url],
+        [sys.executable, "-W", "error", "-c", code, driver, sqlalchemy_url(outbox_postgres.url, driver)],
         capture_output=True,
         text=True,
         timeout=240,

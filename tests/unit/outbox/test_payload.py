@@ -16,10 +16,14 @@ from typing import Any, NamedTuple
 import orjson
 import pydantic
 import pytest
+import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, registry
 
-from outbox import Event, EventTooLarge, Outbox, PayloadError, _payload
+from outbox import Event, EventTooLarge, Outbox, PayloadError, Serialized, _payload
+from outbox.registry import JsonSchema
+from outbox.serializing import serialize
 
 
 def encoded(payload: Any) -> Any:
@@ -236,3 +240,86 @@ def test_any_bytes_pass_unchanged(data):
 @pytest.mark.parametrize("text", [b"1e9", b"1e9" * 50, b"[1e9,1e9]", b",:,:", b"[]", b"", b'{"a":1e300}', b"0e0e0e0e0"])
 def test_the_quick_bound_is_never_below_the_exact_one(text):
     assert _payload.largest_size(text) <= _payload._MOST_GROWTH * len(text)
+
+
+# --- rows as payloads ------------------------------------------------------------------------------------------------
+
+mapped = registry()
+
+
+class Base(MappedAsDataclass, DeclarativeBase):
+    pass
+
+
+class Account(Base):
+    __tablename__ = "accounts"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    password_hash: Mapped[str]
+
+
+class OldBase(DeclarativeBase):
+    pass
+
+
+class Plain(OldBase):
+    __tablename__ = "plain"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+@dataclasses.dataclass
+class Imperative:
+    id: int
+    password_hash: str
+
+
+COLUMNS = sa.Column("id", sa.Integer, primary_key=True), sa.Column("password_hash", sa.Text)
+mapped.map_imperatively(Imperative, sa.Table("imperative", mapped.metadata, *COLUMNS))
+
+
+@mapped.mapped_as_dataclass
+class Decorated:
+    __tablename__ = "decorated"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    password_hash: Mapped[str]
+
+
+@dataclasses.dataclass
+class View:
+    account: Any
+
+
+ROWS = [Account(1, "secret"), Plain(id=1), Imperative(1, "secret"), Decorated(1, "secret")]
+WRAPS = {
+    "payload": lambda row: row,
+    "payload['account']": lambda row: {"account": row},
+    "payload[1].account": lambda row: [1, View(row)],
+}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: type(row).__name__)
+@pytest.mark.parametrize("field", WRAPS)
+@pytest.mark.parametrize("write", [_payload.to_json, JsonSchema("s", {}).encode], ids=["JSON", "JSON Schema"])
+def test_a_mapped_row_is_no_payload(row, field, write):
+    """All of its columns would be published, those that were added later too."""
+    with pytest.raises(PayloadError) as caught:
+        write(WRAPS[field](row))
+    said = str(caught.value)
+    assert caught.value.field == field
+    assert "secret" not in said
+    assert f"{type(row).__name__} is a row that SQLAlchemy maps" in said
+    assert "give a dict" in said
+
+
+# --- serializers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [5, True, "text", [1, 2], None])
+def test_what_a_serializer_returns_is_bytes(value):
+    """bytes(5) is five NUL bytes, and bytes([1, 2]) two of them."""
+    with pytest.raises(PayloadError, match=f"the serializer's payload is a {type(value).__name__}, not bytes"):
+        serialize(lambda _: Serialized(value, "text/plain"), Event("Order", "1", "T", {}))
+
+
+@pytest.mark.parametrize("value", [b"x", bytearray(b"x"), memoryview(b"x")])
+def test_bytes_of_any_kind_are_taken(value):
+    assert serialize(lambda _: Serialized(value, "text/plain"), Event("Order", "1", "T", {})).payload == b"x"

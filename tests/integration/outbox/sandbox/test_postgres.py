@@ -69,10 +69,18 @@ def test_databases_are_created_cloned_and_dropped_under_any_name(server: Postgre
     assert value(url, "SELECT current_database()") == name
 
 
-def test_restart_keeps_port_and_data_and_leaving_removes_a_temporary_directory() -> None:
-    with PostgresServer() as server:
+def test_restart_keeps_port_and_data_and_leaving_removes_a_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody had taken its first two picks of ports meanwhile."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        offers = iter([[taken], [taken], free_ports(1)])
+        monkeypatch.setattr(postgres, "free_ports", lambda _: next(offers))
+        server = PostgresServer().start()
+    with server:
         assert value(server.url(), "SHOW fsync") == "on"
         url, port = server.create_database("shop"), server.port
+        assert port != taken
+        assert value(url, "SHOW port") == str(port)
         with psycopg.connect(url) as connection:
             connection.execute("CREATE TABLE goods AS SELECT 1 AS id")
         first = server.pid
@@ -105,18 +113,6 @@ def test_a_given_port_that_somebody_has_is_an_error_with_the_log(server: Postgre
         PostgresServer(port=server.port).start()
     assert caught.value.log is not None
     assert value(server.url(), "SELECT 1") == 1  # whoever had the port still has it
-
-
-def test_a_port_that_was_taken_meanwhile_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        taken = other.getsockname()[1]
-        offers = iter([[taken], [taken], free_ports(1)])
-        monkeypatch.setattr(postgres, "free_ports", lambda _: next(offers))
-        with PostgresServer(settings={"fsync": "off"}) as server:
-            assert server.port != taken
-            assert value(server.url(), "SHOW port") == str(server.port)
 
 
 def test_a_start_that_fails_shows_the_log() -> None:
