@@ -23,10 +23,10 @@ from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
-MESSAGES = 6_000
-FAULT = 3_456
+MESSAGES = 25_000
+FAULT = 12_345
 """In the midst of a round, of which others come before and after."""
-ROUND = 2_500
+ROUND = 5_000
 PATIENCE = 120.0
 
 # Without a constraint: whatever is applied twice shows.
