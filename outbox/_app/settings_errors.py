@@ -33,7 +33,7 @@ def conflict(path: Sequence[str], problem: str) -> PydanticCustomError:
     return PydanticCustomError(_CONFLICT, "{problem}", {"path": list(path), "problem": problem})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Origin:
     """Finds where a value came from: an argument, a variable or the file, in this order."""
 

@@ -86,10 +86,11 @@ _CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR {of}.event_id = ANY(%(ids)s::uui
 
 # The rows that a command selects from a table, read in batches in the order of the primary key.
 _DEAD: Final = "{dead_letters} AS f WHERE {chosen}"
-_RETRYING: Final = """{failures} AS f WHERE {chosen} AND f.next_attempt_at < 'infinity'
+_WITH_EVENT: Final = """{failures} AS f WHERE {chosen}
    AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)"""
+_RETRYING: Final = _WITH_EVENT + " AND f.next_attempt_at < 'infinity'"
 # Only events that are not due before a batch ends (see _LIMITS): a relay may be sending one that is due.
-_RETRYING_LATER: Final = _RETRYING + " AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'"
+_RETRYING_LATER: Final = _WITH_EVENT + " AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'"
 _WITHOUT_EVENT: Final = "{failures} AS f WHERE {chosen} AND {without_event}"
 
 _PICK: Final = """

@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Mapping
 
 import psycopg
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support import drained, order, wait_until
 
@@ -33,7 +34,8 @@ def scraped(port: int) -> Mapping[tuple[str, str], float]:
     }
 
 
-def test_the_histogram_holds_what_the_database_says(outbox_postgres, outbox_kafka, outbox_relay, order):
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_the_histogram_holds_what_the_database_says(outbox_postgres, outbox_kafka, outbox_relay, order, delivery):
     url, (kind, topic) = outbox_postgres.url, order
     other = outbox_kafka.create_topic(outbox_kafka.name("other"), 1)
     with psycopg.connect(url, autocommit=True) as connection:
@@ -46,7 +48,7 @@ def test_the_histogram_holds_what_the_database_says(outbox_postgres, outbox_kafk
     (port,) = free_ports(1)
     outbox_relay(
         name="orders",
-        delivery="exactly-once",
+        delivery=delivery,
         relay__metrics_address=f"127.0.0.1:{port}",
         routes=json.dumps({kind: {"topic": topic}, "Other": {"topic": other}}),
     )

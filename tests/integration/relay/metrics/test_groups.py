@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from alerting import firing, scraped
+from alerting import firing, firing_by_outbox, scraped
 from confluent_kafka import Producer
 from counting import Counting
 from inbox_support import Log
@@ -79,7 +79,7 @@ def test_a_group_whose_consumer_is_killed_for_good(outbox_postgres, outbox_kafka
     first.kill()
     wait_until(lambda: lag(addresses[1]), 60, "the lag at the other relay")
     wait_until(lambda: min(shown(addresses[1], "wait_seconds").values()) > 0, 60, "the messages to wait there")
-    assert "ConsumerGone" in firing(scraped(addresses[1]), later=660.0)
+    assert ("ConsumerGone", "orders") in firing_by_outbox(scraped(addresses[1]), later=660.0)
     settings = {"OUTBOX_DATABASE_URL": outbox_postgres.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": log.servers}
     forget = ["offsets", "forget", log.group, "--topic", log.topic, "--reason", "gone for good"]
     done = CliRunner().invoke(app, forget, env=settings)
