@@ -82,6 +82,7 @@ ANOMALIES: Final = (
     "misapplied",
     "applied_late",
     "audit",
+    "unexplained",
 )
 
 _EXAMPLES: Final = 5

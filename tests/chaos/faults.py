@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 import kafka_proxy
@@ -83,8 +84,16 @@ class Servers:
 class Relays:
     """Three relays, each replaced when it ends. ``mutation``: a guard taken out, for the checker to find."""
 
-    def __init__(self, factory: RelayFactory, course: Course, settings: dict[str, Any], mutation: str = "none") -> None:
+    def __init__(
+        self,
+        factory: RelayFactory,
+        course: Course,
+        settings: dict[str, Any],
+        mutation: str = "none",
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._factory = factory
+        self._env = env
         self._program = program(mutation)
         self._course = course
         self._settings = dict(settings)
@@ -173,7 +182,7 @@ class Relays:
 
     def _make(self, env: dict[str, str]) -> RelayProcess:
         with self._lock:
-            relay = self._factory(env=env, program=self._program, **self._settings)
+            relay = self._factory(env={**self._env, **env}, program=self._program, **self._settings)
             self.all.append(relay)
         return relay
 
