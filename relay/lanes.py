@@ -44,7 +44,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 
@@ -373,13 +373,9 @@ class LaneTable:
     def _run(
         self, query: LiteralString, values: Mapping[str, object], doing: str, **more: sql.Composable
     ) -> Sequence[Any]:
-        with unavailable_on_error(doing), self._limited(), self._connection.cursor() as cursor:
+        # Behind a pooler in a transaction, sent statement by statement, so that Postgres can end it in between: one
+        # that is sent as a pipeline would keep its row locks if the relay then sleeps.
+        limited = self._connection.transaction() if self._pooled else nullcontext()
+        with unavailable_on_error(doing), limited, self._connection.cursor() as cursor:
             cursor.execute(sql.SQL(query).format(**self._names, **more), values)
             return cursor.fetchall() if cursor.description else []
-
-    def _limited(self) -> AbstractContextManager[object]:
-        """Open a transaction behind a pooler, sent statement by statement, so that Postgres can end it in between.
-
-        A whole transaction sent as a pipeline would keep its row locks if the relay then sleeps.
-        """
-        return self._connection.transaction() if self._pooled else nullcontext()

@@ -27,8 +27,8 @@ from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
 from relay.core.reports import LoopReports, TurnMetrics
 from relay.database import Connector
+from relay.kafka.client import log_unreachable
 from relay.kafka.fencing import Fencing
-from relay.kafka.first_contact import log_unreachable
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
 from relay.kafka.partition_counts import PartitionCounts

@@ -52,6 +52,7 @@ BROKERS = {
         "integration/relay/settle/test_late_commits.py",
         "integration/spark_jobs/task/test_reader_failures.py",
     },
+    "new": {"acceptance/runbooks/test_region.py", "acceptance/runbooks/test_restores.py"},
     "unverified": {
         "acceptance/runbooks/test_kafka.py",
         "integration/relay/kafka/test_open_transactions.py",
@@ -212,7 +213,8 @@ def group(nodeid: str) -> str:
     spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
              with all of them would go on for long after the others.
     secured  what shares a Kafka with TLS.
-    mortal, unverified   what shares a Kafka that tests may kill, or one that verifies no transactions.
+    mortal, unverified, new   what shares a Kafka that tests may kill, one that verifies no transactions, or one that
+                              is there instead of a lost one.
     planted  what shares a database in which names are planted.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
@@ -332,10 +334,7 @@ def _mortal() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "allow.everyone.if.no.acl.found": "true",
     }
-    with (
-        KafkaProxy("127.0.0.1", None) as proxy,
-        ProxiedKafka(proxy.port, settings=settings) as cluster,
-    ):
+    with KafkaProxy("127.0.0.1", None) as proxy, ProxiedKafka(proxy.port, settings=settings) as cluster:
         proxy.lead_to(cluster.proxied_port)
         yield cluster, proxy
 

@@ -16,6 +16,7 @@ from typing import Final
 import sqlalchemy as sa
 
 from outbox._app import migrate as db
+from outbox.consumer.tables import consumer_tables
 from outbox.tables import DEFAULT_LANES, MAX_LANES, outbox_tables
 
 # One row for each thing that can differ: (table, kind, name, definition).
@@ -89,7 +90,6 @@ SELECT rel.relname, 'index', i.relname, concat_ws(' ', pg_get_indexdef(x.indexre
            CASE WHEN NOT x.indisvalid THEN 'invalid' END)
   FROM rel JOIN pg_index x ON x.indrelid = rel.oid JOIN pg_class i ON i.oid = x.indexrelid""")
 
-Build = Callable[[sa.MetaData, str], Sequence[sa.Table]]
 Things = dict[tuple[str, str, str], str]
 
 
@@ -99,15 +99,11 @@ def check(url: str, schema: str = "outbox") -> list[str]:
     Needs the right to create a schema in the database; it is rolled back. Raises ConfigurationError for an invalid
     schema name, SchemaError when a query fails.
     """
-    db.check_name(schema)
-    with _connection(url) as connection:
+    with _connection(url, schema) as connection:
         lanes = _lane_rows(connection, schema)
         expected_lanes = min(max(lanes[-1] + 1, 1), MAX_LANES) if lanes else DEFAULT_LANES
         differences = _compare(
-            connection,
-            schema,
-            lambda metadata, scratch: outbox_tables(metadata, scratch, expected_lanes).all,
-            db.OUTBOX,
+            connection, schema, db.OUTBOX, lambda metadata, at: outbox_tables(metadata, at, expected_lanes).all
         )
         if not differences and lanes != list(range(len(lanes))):
             differences.append(f"{schema}.lanes: has the lanes {lanes}, and not 0 to {lanes[-1]}")
@@ -116,17 +112,15 @@ def check(url: str, schema: str = "outbox") -> list[str]:
         return differences
 
 
-def check_tables(url: str, schema: str, build: Build, history: db.History | None = None) -> list[str]:
-    """Compare tables with those that ``build`` adds to a MetaData for a schema. Returns one line for each difference.
-
-    With a history, its version table, if there is one, must be at the last revision. Raises as ``check`` does.
-    """
-    db.check_name(schema)
-    with _connection(url) as connection:
-        return _compare(connection, schema, build, history)
+def check_consumer(url: str, schema: str) -> list[str]:
+    """Compare the consumers' tables with this version's, as ``check`` does."""
+    with _connection(url, schema) as connection:
+        return _compare(connection, schema, db.CONSUMER, lambda metadata, at: consumer_tables(metadata, at).all)
 
 
-def _compare(connection: sa.Connection, schema: str, build: Build, history: db.History | None) -> list[str]:
+def _compare(
+    connection: sa.Connection, schema: str, history: db.History, build: Callable[[sa.MetaData, str], Sequence[sa.Table]]
+) -> list[str]:
     # The server omits a schema that is on the search path, and only one of the two could be on it.
     connection.execute(sa.select(sa.func.set_config("search_path", "", True)))
     scratch = f"outbox_check_{secrets.token_hex(8)}"
@@ -141,8 +135,8 @@ def _compare(connection: sa.Connection, schema: str, build: Build, history: db.H
     }
     lines = differences(expected, _read(connection, schema, tables), schema)
     # A host application that created the tables in its own history has no version table here, or one of its own.
-    there = db.current(connection, schema) if history else None
-    if history and there is not None:
+    there = db.current(connection, schema)
+    if there is not None:
         known = db.revisions(history)
         head, foreign = known[-1], db.not_ours(there, known, schema)
         if foreign is not None and head not in there:
@@ -187,8 +181,9 @@ def _lane_rows(connection: sa.Connection, schema: str) -> list[int]:
 
 
 @contextmanager
-def _connection(url: str) -> Iterator[sa.Connection]:
-    """Open a connection whose transaction is always rolled back."""
+def _connection(url: str, schema: str) -> Iterator[sa.Connection]:
+    """Open a connection whose transaction is always rolled back. Raises ConfigurationError for a schema's name."""
+    db.check_name(schema)
     with db.connected(url) as connection:
         yield connection
         connection.rollback()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -32,29 +33,26 @@ def conflict(path: Sequence[str], problem: str) -> PydanticCustomError:
     return PydanticCustomError(_CONFLICT, "{problem}", {"path": list(path), "problem": problem})
 
 
+@dataclass(frozen=True, slots=True)
 class Origin:
     """Finds where a value came from: an argument, a variable or the file, in this order."""
 
-    def __init__(
-        self, given: Mapping[str, Any], variables: Mapping[str, Variable], file: Path | None, content: Mapping[str, Any]
-    ) -> None:
-        self._given = given
-        self._variables = {name: variable.given for name, variable in variables.items()}
-        self._file = file
-        self._content = content
+    given: Mapping[str, Any]
+    variables: Mapping[str, Variable]
+    file: Path | None
+    content: Mapping[str, Any]
 
     def name(self, path: Sequence[str]) -> str:
         """Return a setting's name as the user wrote it."""
         dotted = ".".join(path)
-        if _holds(self._given, path):
+        if _holds(self.given, path):
             return _OPTIONS.get(dotted, dotted)
         for size in range(len(path), 0, -1):
             rest = ".".join(path[size:])
-            found = self._variables.get(variable(path[:size]))
-            if found is not None:
-                return f"{found}: {rest}" if rest else found
-            if _holds(self._content, path[:size]):
-                return f"{dotted} in {self._file}"
+            if found := self.variables.get(variable(path[:size])):
+                return f"{found.given}: {rest}" if rest else found.given
+            if _holds(self.content, path[:size]):
+                return f"{dotted} in {self.file}"
         return variable(path)
 
 

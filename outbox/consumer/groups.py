@@ -8,18 +8,8 @@ Every transaction that moves a position begins with ``fence`` or ``fence_all``, 
 ``move`` the ids. A Spark task has stored them already, where its rows are.
 
 At-most-once there are two transactions: the first one moves the position and calls ``give_up``, the second one calls
-``confirm`` and has the effect. What was given up and never confirmed is lost: the next claim records that.
-
-| at-most-once                                    | what follows                                                  |
-|-------------------------------------------------|---------------------------------------------------------------|
-| killed before the first COMMIT                  | nothing was given up; the next claim begins there             |
-| killed between the first and the second COMMIT  | the claim records the range as a loss; it is never read again |
-| killed after the second COMMIT                  | confirmed, and not lost                                       |
-| a claim comes between the two                   | it records the loss; the second one is Fenced, no effect      |
-| a claim comes during the second one             | it waits for its end: confirmed, or lost                      |
-| the server stops behind the first COMMIT        | it is durable, whatever synchronous_commit is by default      |
-| a failover loses the first COMMIT               | the range is read, and has its effect, again: this needs      |
-|                                                 | synchronous replication                                       |
+``confirm`` and has the effect. What was given up and never confirmed is lost: the next claim records that. The crash
+tables are in outbox/inbox/_at_most_once.py and spark_jobs/postgres/at_most_once.py.
 """
 
 from __future__ import annotations
@@ -28,6 +18,7 @@ import datetime as dt
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
@@ -39,7 +30,7 @@ from outbox._clients.durable import SYNCHRONOUS
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.model import ClaimedOffset, Loss, Partition
-from outbox.consumer.statements import cursor, execute, statement
+from outbox.consumer.statements import columns, cursor, execute, statement
 
 # Waits for claims by others, and keeps them in one order.
 _NEXT_GENERATION: Final = """
@@ -120,7 +111,7 @@ SELECT grp, topic, topic_id, part, unconfirmed_from, unconfirmed_end, 'given-up'
 # group. Each range that was given up has its own.
 _RECORD: Final = """
 INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
-VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
+VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first_offset)s, %(end_offset)s, %(kind)s, %(detail)s)
 ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL AND kind <> 'given-up'
 DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
               end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
@@ -174,8 +165,7 @@ class GroupStore:
         ]
         new = [one for one in added if one[0] in partitions or one[0][0] not in known]
         self.add(connection, new, generation)
-        wanted = {"topics": [topic for topic, _ in partitions], "parts": [part for _, part in partitions]}
-        rows = self._run(connection, _CLAIM, **wanted, generation=generation).fetchall()
+        rows = self._run(connection, _CLAIM, None, **columns(partitions), generation=generation).fetchall()
         self.lose(connection, generation)
         return {(topic, part): ClaimedOffset(*stored, generation=generation) for topic, part, *stored in rows}
 
@@ -190,13 +180,9 @@ class GroupStore:
         self, connection: psycopg.Connection[Any], new: Sequence[tuple[Partition, str, int]], generation: int
     ) -> None:
         """Add partitions that the group does not have: each with its topic's id, and where it begins."""
-        values = {
-            "topics": [topic for (topic, _), _, _ in new],
-            "parts": [part for (_, part), _, _ in new],
-            "topic_ids": [id_ for _, id_, _ in new],
-            "starts": [start for _, _, start in new],
-        }
-        self._run(connection, _ADD, **values, generation=generation)
+        values = columns([partition for partition, _, _ in new])
+        values |= {"topic_ids": [id_ for _, id_, _ in new], "starts": [start for _, _, start in new]}
+        self._run(connection, _ADD, None, **values, generation=generation)
 
     def fence(
         self, connection: psycopg.Connection[Any], partition: Partition, here: ClaimedOffset, *, lock: bool = True
@@ -207,8 +193,7 @@ class GroupStore:
         """
         asked_at = time.monotonic()
         query = statement(self._schema, _FENCE, lock=sql.SQL("FOR UPDATE" if lock else ""))
-        values = {"grp": self.name, "topic": partition[0], "part": partition[1], "idle": self._idle}
-        row = execute(connection, query, values).fetchone()
+        row = self._run(connection, query, partition, idle=self._idle).fetchone()
         if row is not None:
             self.clock.note(row[3], asked_at)
         if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
@@ -225,9 +210,8 @@ class GroupStore:
 
         Returns whether each is exactly as in ``here``; ``fence`` says of a single one why it is not.
         """
-        wanted = {"topics": [topic for topic, _ in here], "parts": [part for _, part in here]}
         asked_at = time.monotonic()
-        rows = self._run(connection, _FENCE_ALL, **wanted).fetchall()
+        rows = self._run(connection, _FENCE_ALL, None, **columns(here)).fetchall()
         if rows:
             self.clock.note(rows[0][5], asked_at)
         found = {(topic, part): tuple(stored) for topic, part, *stored, _ in rows}
@@ -257,9 +241,8 @@ class GroupStore:
         applied       messages that are applied, besides those of ``ids``; the same with ``duplicates``.
         dead          messages that become dead letters.
         """
-        values = {
-            "topic": partition[0],
-            "part": partition[1],
+        move = statement(self._schema, _MOVE, fresh=sql.SQL(_FRESH if ids else "0"))
+        values: dict[str, object] = {
             "end": end,
             "reached": reached,
             "log_end": log_end,
@@ -269,11 +252,11 @@ class GroupStore:
             "dead": dead,
         }
         if not ids:
-            execute(connection, statement(self._schema, _MOVE, fresh=sql.SQL("0")), {"grp": self.name, **values})
+            self._run(connection, move, partition, **values)
             return set(), NO_TIME
-        values |= {"grp": self.name, "days": [day(one) for one in ids], "ids": list(ids)}
-        move = statement(self._schema, _MOVE, fresh=sql.SQL(_FRESH))
-        row = execute(connection, statement(self._schema, _MOVE_WITH_IDS, move=move), values).fetchone()
+        values |= {"days": [day(one) for one in ids], "ids": list(ids)}
+        query = statement(self._schema, _MOVE_WITH_IDS, move=move)
+        row = self._run(connection, query, partition, **values).fetchone()
         assert row is not None
         return set(row[0]), row[1]
 
@@ -286,9 +269,8 @@ class GroupStore:
 
         pending  how many of the messages that ``move`` has counted as applied are yet to be.
         """
-        values = {"topic": partition[0], "part": partition[1], "first": first, "end": end, "pending": pending}
         query = statement(self._schema, _GIVE_UP, synchronous=sql.SQL(SYNCHRONOUS))
-        execute(connection, query, {"grp": self.name, **values})
+        self._run(connection, query, partition, first=first, end=end, pending=pending)
 
     def confirm(
         self, connection: psycopg.Connection[Any], partition: Partition, first: int, applied: int, generation: int
@@ -297,8 +279,8 @@ class GroupStore:
 
         Raises Fenced when it is recorded as lost already: then there must be no effect.
         """
-        values = {"topic": partition[0], "part": partition[1], "first": first, "applied": applied}
-        if self._run(connection, _CONFIRM, **values, generation=generation).rowcount == 0:
+        values = {"first": first, "applied": applied, "generation": generation}
+        if self._run(connection, _CONFIRM, partition, **values).rowcount == 0:
             raise Fenced(f"group {self.name}: {partition[0]}-{partition[1]} from offset {first} on is recorded as lost")
 
     def lose(
@@ -314,8 +296,7 @@ class GroupStore:
 
         Returns how many ranges were lost. Locks the rows: a transaction that confirms has ended by then, or fails.
         """
-        topic, part = partition or (None, None)
-        rows = self._run(connection, _LOSE, generation=generation, topic=topic, part=part, first=first).fetchall()
+        rows = self._run(connection, _LOSE, partition, generation=generation, first=first).fetchall()
         for (detail,) in rows:
             _LOG.error("group %s: %s", self.name, detail)
         return len(rows)
@@ -334,19 +315,7 @@ class GroupStore:
 
     def record_losses(self, connection: psycopg.Connection[Any], found: Iterable[Loss]) -> None:
         """Record what Kafka lost, each once until an operator accepts it."""
-        rows = [
-            {
-                "grp": self.name,
-                "topic": loss.topic,
-                "topic_id": loss.topic_id,
-                "part": loss.part,
-                "first": loss.first_offset,
-                "end": loss.end_offset,
-                "kind": loss.kind,
-                "detail": loss.detail,
-            }
-            for loss in found
-        ]
+        rows = [{"grp": self.name, **asdict(loss)} for loss in found]
         if rows:  # without, executemany() asks the server for nothing
             cursor(connection).executemany(statement(self._schema, _RECORD), rows)
 
@@ -373,6 +342,12 @@ class GroupStore:
         return int(row[0])
 
     def _run(
-        self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
+        self,
+        connection: psycopg.Connection[Any],
+        query: LiteralString | sql.Composed,
+        partition: Partition | None = None,
+        **values: object,
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        return execute(connection, statement(self._schema, query), {"grp": self.name, **values})
+        topic, part = partition or (None, None)
+        composed = statement(self._schema, query) if isinstance(query, str) else query
+        return execute(connection, composed, {"grp": self.name, "topic": topic, "part": part, **values})

@@ -13,14 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from confluent_kafka import (
-    Consumer,
-    IsolationLevel,
-    KafkaError,
-    KafkaException,
-    TopicCollection,
-    TopicPartition,
-)
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._clients.kafka import complete
@@ -119,7 +112,7 @@ class KafkaAdmin:
 
     def ends(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return the current end of each partition's committed messages. Raises ConsumerUnavailable."""
-        with self._explained(), self._ask() as seconds:
+        with self._asking() as seconds:
             return _offsets(self._admin.ask_offsets(partitions, LATEST, _COMMITTED, seconds))
 
     def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
@@ -128,7 +121,7 @@ class KafkaAdmin:
         Raises ConsumerUnavailable when the brokers do not answer.
         """
         spec = OffsetSpec.for_timestamp(int(when.timestamp() * 1000))
-        with self._explained(), self._ask() as seconds:
+        with self._asking() as seconds:
             found = _offsets(self._admin.ask_offsets(partitions, spec, _COMMITTED, seconds))
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
 
@@ -150,7 +143,7 @@ class KafkaAdmin:
         new = {partition: one for partition, one in doubtful.items() if self._verified.get(partition) != one}
         if not new:
             return []
-        with self._explained(), self._ask() as seconds:
+        with self._asking() as seconds:
             found = cut_logs(
                 {"group.id": "outbox-epochs", **complete(self._options)},
                 {partition: (offset, epoch) for partition, (offset, epoch, _) in new.items()},
@@ -179,12 +172,15 @@ class KafkaAdmin:
                         raise of_kafka(self._refusals.pop(), "Kafka") from None
 
     def _ask(self) -> AbstractContextManager[float]:
+        """Yield how many seconds a request may take."""
         return patience.current().ask(self._seconds)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _asking(self) -> Iterator[float]:
+        """Do the same, and raise the consumers' errors for Kafka's."""
         try:
-            yield
+            with self._ask() as seconds:
+                yield seconds
         except KafkaException as error:
             raise self._failure(error) from error
 

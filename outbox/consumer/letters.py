@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 from uuid import UUID
 
@@ -28,7 +28,7 @@ _WRITE: Final = """
 INSERT INTO {dead_letters} AS letter (
        grp, topic, topic_id, part, message_offset, message_id, message_key, message_value, message_headers,
        message_time, reason, error, sqlstate, attempts)
-VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(id)s, %(key)s, %(value)s, %(headers)s,
+VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(message_id)s, %(key)s, %(value)s, %(headers)s,
         timestamptz 'epoch' + %(time)s::float8 * interval '1 microsecond',
         %(reason)s, %(error)s, %(sqlstate)s, %(attempts)s)
     ON CONFLICT (grp, topic, part, message_offset, topic_id) DO UPDATE
@@ -104,30 +104,15 @@ class DeadLetterStore:
 
     def write(self, connection: psycopg.Connection[Any], topic_id: str, letters: Iterable[DeadLetter]) -> int:
         """Store dead letters. Returns how many."""
-        rows = [
-            {
-                **_why(letter.record),
-                "grp": self._group,
-                "topic": letter.record.place[0],
-                "topic_id": topic_id,
-                "part": letter.record.place[1],
-                "offset": letter.record.place[2],
-                "id": letter.message_id,
-                "key": letter.key,
-                "value": letter.value,
-                "headers": letter.headers,
-                "time": letter.time,
-                "attempts": letter.attempts,
-            }
-            for letter in letters
-        ]
+        own = {"grp": self._group, "topic_id": topic_id}
+        rows = [{**asdict(letter), **_values(letter.record), **own} for letter in letters]
         if rows:
             cursor(connection).executemany(statement(self._schema, _WRITE), rows)
         return len(rows)
 
     def failed_again(self, connection: psycopg.Connection[Any], letter: int, record: RejectedRecord) -> None:
         """Count another attempt of a dead letter."""
-        self._run(connection, statement(self._schema, _AGAIN), **_why(record), letter=letter)
+        self._run(connection, statement(self._schema, _AGAIN), **_values(record), letter=letter)
 
     def delete(self, connection: psycopg.Connection[Any], ids: Sequence[int]) -> None:
         self._run(connection, statement(self._schema, _DELETE), ids=list(ids))
@@ -145,9 +130,11 @@ class DeadLetterStore:
         return execute(connection, query, {"grp": self._group, **values})
 
 
-def _why(record: RejectedRecord) -> dict[str, Any]:
+def _values(record: RejectedRecord) -> dict[str, Any]:
+    topic, part, offset = record.place
     # An error's text may quote anything from the message.
-    return {"reason": record.reason, "error": storable(record.error)[:LONGEST_ERROR], "sqlstate": record.sqlstate}
+    why = {"reason": record.reason, "error": storable(record.error)[:LONGEST_ERROR], "sqlstate": record.sqlstate}
+    return {"topic": topic, "part": part, "offset": offset, **why}
 
 
 @dataclass(frozen=True, slots=True)

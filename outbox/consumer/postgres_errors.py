@@ -103,16 +103,13 @@ def clear_errors(doing: str) -> Iterator[None]:
 
 def passing(error: psycopg.Error) -> bool:
     """Return whether another try may succeed."""
-    return _passes(isinstance(error, psycopg.OperationalError), error.sqlstate)
+    return passing_kind(type(error), error.sqlstate)
 
 
-def passing_kind(kind: type[psycopg.Error]) -> bool:
-    """Return the same for an error of which only the class is known."""
-    return _passes(issubclass(kind, psycopg.OperationalError), getattr(kind, "sqlstate", None))
-
-
-def _passes(operational: bool, state: str | None) -> bool:
-    return (operational and not (state or "").startswith(_STAYING)) or state in _PASSING
+def passing_kind(kind: type[psycopg.Error], state: str | None = None) -> bool:
+    """Return the same for an error of which the class is known, and perhaps its SQLSTATE."""
+    state = state or kind.sqlstate
+    return (issubclass(kind, psycopg.OperationalError) and not (state or "").startswith(_STAYING)) or state in _PASSING
 
 
 def by_data(error: psycopg.Error) -> bool:

@@ -41,7 +41,9 @@ KEEP_DAYS: Final = 14
 
 # The lock's name contains the schema: another sink in this database must not wait for this one.
 _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox ids ' || %s::text, 0))"
-_TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended('outbox ids ' || %s::text, 0))"
+_TRY_LOCK: Final = """
+SELECT pg_try_advisory_xact_lock(hashtextextended('outbox ids ' || %s::text, 0)),
+       set_config('lock_timeout', %s, true)"""
 _AHEAD: Final = 3
 # Below deadlock_timeout's default of 1 s, so that maintenance gives up before a task is cancelled.
 _GIVE_WAY: Final = "500ms"
@@ -93,6 +95,7 @@ SELECT count(*) FROM ({stray}) AS old JOIN {processed_messages_default} AS p ON 
 _OWNER: Final = "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = {parent}::regclass"
 
 _BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected)
+_FAILURES: Final = (*_BUSY, errors.InsufficientPrivilege)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,7 @@ class IdRetention:
         with self._transaction() as connection:
             if not self._missing(connection):
                 return RetentionResult()
-            connection.execute("SET LOCAL statement_timeout = '5s'")
-            connection.execute("SET LOCAL lock_timeout = '3s'")
+            connection.execute("SET LOCAL statement_timeout = '5s'; SET LOCAL lock_timeout = '3s'")
             made = []
             try:
                 connection.execute(_LOCK, (self._schema,))
@@ -149,10 +151,8 @@ class IdRetention:
                     name = _named(low)
                     if self._make(connection, name, low):
                         made.append(name)
-            except errors.InsufficientPrivilege as error:
-                return RetentionResult(problem=first_line(error), denied=True)
-            except _BUSY as error:
-                return RetentionResult(problem=first_line(error))
+            except _FAILURES as error:
+                return RetentionResult(**_why([error]))
         return RetentionResult(made=tuple(made))
 
     def forget(self) -> RetentionResult:
@@ -163,29 +163,23 @@ class IdRetention:
         """
         with self._transaction() as connection:
             horizon, old = self._old(connection)
-        dropped = []
-        problem = None
-        denied = False
-        deleted = held = 0
+        dropped: list[str] = []
+        failures: list[psycopg.Error] = []
+        deleted = 0
         for name, high in old:
             try:
                 if self._drop(name, high):
                     dropped.append(name)
-            except _BUSY as error:
-                problem = problem or first_line(error)
-                held += 1
-                if held == _MOST_HELD:
-                    break
-            except errors.InsufficientPrivilege as error:
+            except _FAILURES as error:
+                failures.append(error)
                 # A consumer's own rights are enough for the default partition.
-                problem, denied = first_line(error), True
-                break
+                if isinstance(error, errors.InsufficientPrivilege) or len(failures) == _MOST_HELD:
+                    break
         try:
             deleted = self._delete_stray(horizon)
-        except (*_BUSY, errors.InsufficientPrivilege) as error:
-            problem = problem or first_line(error)
-            denied = denied or isinstance(error, errors.InsufficientPrivilege)
-        return RetentionResult(dropped=tuple(dropped), deleted_rows=deleted, problem=problem, denied=denied)
+        except _FAILURES as error:
+            failures.append(error)
+        return RetentionResult(dropped=tuple(dropped), deleted_rows=deleted, **_why(failures))
 
     def prune(self, wait_seconds: float = 30.0) -> Iterator[RetentionResult]:
         """Make and forget what is due, and yield each result; for operators and cron.
@@ -246,7 +240,7 @@ class IdRetention:
 
     def _owner(self) -> str:
         with self._transaction() as connection:
-            return str(self._value(connection, _OWNER, None, parent=self._parent(connection)))
+            return str(self._value(connection, _OWNER, parent=self._parent(connection)))
 
     def _missing(self, connection: psycopg.Connection[Any]) -> list[dt.date]:
         today = self._today(connection)
@@ -276,8 +270,8 @@ class IdRetention:
     def _drop(self, name: str, high: dt.date) -> bool:
         """Drop one partition unless one of its rows was seen lately. Tasks of other days wait only for the DROP."""
         partition = self._partition(name)
-        with self._giving_way() as connection:
-            if not self._try_lock(connection):
+        with self._giving_way() as (connection, locked):
+            if not locked:
                 return False
             [(there,)] = connection.execute("SELECT to_regclass(%s)", (partition.as_string(connection),))
             if there is None:
@@ -292,20 +286,17 @@ class IdRetention:
 
     def _delete_stray(self, horizon: dt.date) -> int:
         values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
-        with self._giving_way() as connection:
-            if not self._try_lock(connection):
+        with self._giving_way() as (connection, locked):
+            if not locked:
                 return 0
             return int(self._value(connection, _FORGET_STRAY, values, stray=statement(self._schema, STRAY)))
 
     @contextmanager
-    def _giving_way(self) -> Iterator[psycopg.Connection[Any]]:
+    def _giving_way(self) -> Iterator[tuple[psycopg.Connection[Any], bool]]:
+        """Begin a transaction that gives way. Yields also whether no other driver is forgetting ids."""
         with self._transaction() as connection:
-            connection.execute("SELECT set_config('lock_timeout', %s, true)", (_GIVE_WAY,))
-            yield connection
-
-    def _try_lock(self, connection: psycopg.Connection[Any]) -> bool:
-        [(locked,)] = connection.execute(_TRY_LOCK, (self._schema,))
-        return bool(locked)
+            [(locked, _)] = connection.execute(_TRY_LOCK, (self._schema, _GIVE_WAY))
+            yield connection, locked
 
     @staticmethod
     def _today(connection: psycopg.Connection[Any]) -> dt.date:
@@ -338,11 +329,17 @@ class IdRetention:
         self,
         connection: psycopg.Connection[Any],
         query: LiteralString,
-        values: Mapping[str, object] | None,
+        values: Mapping[str, object] | None = None,
         **names: sql.Composable,
     ) -> Any:
         [(value,)] = self._run(connection, query, values, **names)
         return value
+
+
+def _why(failures: Sequence[psycopg.Error]) -> dict[str, Any]:
+    """Return problem and denied of a RetentionResult. What a role must not do will not pass by itself."""
+    denied = [error for error in failures if isinstance(error, errors.InsufficientPrivilege)]
+    return {"problem": first_line((denied or failures)[0]), "denied": bool(denied)} if failures else {}
 
 
 def _named(day: dt.date) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, Final, LiteralString
 
@@ -35,6 +35,11 @@ def _names(schema: str) -> Mapping[str, sql.Identifier]:
 def statement(schema: str, query: LiteralString, **parts: sql.Composable) -> sql.Composed:
     """Return a statement in which ``{offsets}`` and the like are the tables of this schema."""
     return sql.SQL(query).format(**_names(schema), **parts)
+
+
+def columns(partitions: Collection[tuple[str, int]]) -> dict[str, object]:
+    """Return the values of ``unnest(%(topics)s::text[], %(parts)s::integer[])``."""
+    return {"topics": [topic for topic, _ in partitions], "parts": [part for _, part in partitions]}
 
 
 def execute(

@@ -282,12 +282,8 @@ class Caller:
             counts.conflicts += 1
             self._report("the provider contradicts itself", figures | {"conflict": transition.conflict})
             return
-        if transition.state in {"confirmed", "cancelled"}:
-            setattr(counts, transition.state, getattr(counts, transition.state) + 1)
-        elif transition.state == "stuck":
-            counts.stuck += 1
-        else:
-            counts.retrying += 1
+        counted = transition.state if transition.state in {"confirmed", "cancelled", "stuck"} else "retrying"
+        setattr(counts, counted, getattr(counts, counted) + 1)
         if transition.error or failed:
             figures |= {"error": failed or transition.error}
         self._report(transition.state, figures | {"answer": answered.answer.outcome})

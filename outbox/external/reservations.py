@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
@@ -20,7 +20,7 @@ from psycopg.types.json import Jsonb
 
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.connections import process_name
-from outbox.consumer.errors import ConsumerError, storable
+from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, storable
 from outbox.consumer.postgres_errors import spoilt
 from outbox.consumer.statements import IMMEDIATE, note, statement
 from outbox.errors import NotFound
@@ -113,11 +113,11 @@ UPDATE {reservations}
 _WRITE: Final = """
 UPDATE {reservations}
    SET state = %(state)s, unsure = %(unsure)s, taking_back = %(taking_back)s,
-       response = CASE WHEN %(keep)s THEN coalesce(%(response)s, response) ELSE %(response)s END,
+       response = CASE WHEN %(keep_response)s THEN coalesce(%(response)s, response) ELSE %(response)s END,
        last_error = coalesce(%(error)s, CASE WHEN %(state)s = 'confirmed' THEN NULL ELSE last_error END),
        conflict = coalesce(%(conflict)s, conflict),
-       budget_from = CASE WHEN %(fresh)s THEN attempts ELSE budget_from END,
-       key_until = CASE WHEN %(fresh)s THEN NULL ELSE key_until END,
+       budget_from = CASE WHEN %(fresh_budget)s THEN attempts ELSE budget_from END,
+       key_until = CASE WHEN %(fresh_budget)s THEN NULL ELSE key_until END,
        next_attempt_at = coalesce(now() + make_interval(secs => %(wait)s), next_attempt_at),
        settled_at = CASE WHEN %(state)s IN ('confirmed', 'cancelled') THEN coalesce(settled_at, now()) END,
        parked = false
@@ -170,7 +170,6 @@ DELETE FROM {reservations}
 {chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL"""
 
 OPEN: Final = ("reserved", "calling", "cancelling")
-_LONGEST_ERROR: Final = 2000
 _WINDOW: Final = 50
 """How many due calls a claim looks at."""
 
@@ -330,20 +329,9 @@ class Reservations:
     def _write(
         self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], transition: Transition, response: Jsonb | None
     ) -> None:
-        self._run(
-            cursor,
-            _WRITE,
-            message_id=row["message_id"],
-            state=transition.state,
-            unsure=transition.unsure,
-            taking_back=transition.taking_back,
-            response=response,
-            keep=transition.keep_response,
-            error=_storable(transition.error),
-            conflict=_storable(transition.conflict),
-            fresh=transition.fresh_budget,
-            wait=transition.wait,
-        )
+        texts = {"error": _storable(transition.error), "conflict": _storable(transition.conflict)}
+        values = asdict(transition) | texts | {"message_id": row["message_id"], "response": response}
+        self._run(cursor, _WRITE, **values)
         if row["settled_at"] is None and transition.state in {"confirmed", "cancelled"}:
             # With no order_key, this finds none.
             self._run(cursor, _RELEASE, order_key=row["order_key"], id=row["id"])
@@ -460,21 +448,13 @@ def _state_of(row: Mapping[str, Any]) -> ReservationState:
 
 
 def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> ClaimedCall:
-    return ClaimedCall(
-        step,
-        row["message_id"],
-        attempt,
-        row["request"],
-        row["response"],
-        row["topic"],
-        row["part"],
-        row["message_offset"],
-    )
+    stored = ("message_id", "request", "response", "topic", "part", "message_offset")
+    return ClaimedCall(step=step, attempt=attempt, **{name: row[name] for name in stored})
 
 
 def _storable(text: str | None) -> str | None:
-    """Return an error text for the table, truncated to _LONGEST_ERROR characters."""
-    return None if text is None else storable(text)[:_LONGEST_ERROR]
+    """Return an error text for the table, truncated to LONGEST_ERROR characters."""
+    return None if text is None else storable(text)[:LONGEST_ERROR]
 
 
 def _json(value: object) -> Jsonb:
@@ -485,5 +465,5 @@ def _json(value: object) -> Jsonb:
         if r"\u0000" in text:
             raise ValueError("jsonb holds no NUL")
     except (TypeError, ValueError, RecursionError):
-        text = json.dumps({"text": ascii(value)[:_LONGEST_ERROR]})
+        text = json.dumps({"text": ascii(value)[:LONGEST_ERROR]})
     return Jsonb(None, dumps=lambda _: text)

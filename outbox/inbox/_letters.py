@@ -16,7 +16,7 @@ from psycopg import sql
 from outbox.consumer.letters import EARLIER, KEYS, DeadLetter, DeadLetterStore, RetryRecord
 from outbox.consumer.messages import storable_time, stored_headers
 from outbox.consumer.model import Partition, RejectedRecord
-from outbox.consumer.statements import statement
+from outbox.consumer.statements import columns, statement
 from outbox.inbox._message import KafkaMessage, RetriedMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
@@ -106,8 +106,7 @@ class Letters(DeadLetterStore):
         self, connection: psycopg.Connection[Any], partitions: Collection[Partition]
     ) -> tuple[set[Partition], set[Partition]]:
         """Return those of the partitions with dead letters to be retried, and those with some behind others."""
-        wanted = {"topics": [topic for topic, _ in partitions], "parts": [part for _, part in partitions]}
-        rows = self._ask(connection, _ANY, **wanted).fetchall()
+        rows = self._ask(connection, _ANY, **columns(partitions)).fetchall()
         return {row[:2] for row in rows if row[2]}, {row[:2] for row in rows if row[3]}
 
     def release(self, connection: psycopg.Connection[Any], partition: Partition, after: bytes) -> tuple[bool, bytes]:

@@ -51,7 +51,6 @@ from relay.operations.trace import topics_of
 from relay.parts import build_router
 
 _MOST_COMPARED: Final = 1_000_000
-_STATEMENT_SECONDS: Final = 300.0
 # How far the clocks of a writer and a relay may be apart.
 _CLOCKS_SECONDS: Final = 60
 
@@ -85,14 +84,13 @@ class _Comparison:
         # Events of the minute in which it was turned on may have been written before.
         self._ledger_from = minute_of(kept.since) + 1 if kept and self._ledger else self._minutes.stop
         self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
-        common = self._minutes, self._key, _STATEMENT_SECONDS
         self._tables = Tables(
-            *(self._connection, settings.db_schema, self._router, scope.topics, *common),
+            *(self._connection, settings.db_schema, self._router, scope.topics, self._minutes, self._key),
             order_minutes=scope.order_minutes,
         )
         self._groups: Groups | None = None
         if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
-            self._groups = Groups(self._sink, settings.consumer_schema, scope.group, *common)
+            self._groups = Groups(self._sink, settings.consumer_schema, scope.group, self._minutes, self._key)
 
     def run(self) -> Audit:
         with self._tables.snapshot():
@@ -122,17 +120,17 @@ class _Comparison:
         found = {}
         for window in self._with_applied([*there, *ids], groups, applied):
             found[window] = one = WindowAudit(window, None, ids.get(window, NOTHING).events)
-            parts = [found_in.get(window, NOTHING) for found_in in unpublished]
-            one.waiting, one.dead, one.discarded = (part.events for part in parts)
+            left = [found_in.get(window, NOTHING) for found_in in unpublished]
+            one.waiting, one.dead, one.discarded = (part.events for part in left)
             one.sums["kafka"] = ids.get(window, NOTHING).hashes
             here = committed.get(window, Committed()) if self._archived(window) else None
             published = ids.get(window, NOTHING) if here is None else here.ids
             if here is not None:
-                one.committed = sum((part.events for part in parts), here.ids.events)
+                one.committed = sum((part.events for part in left), here.ids.events)
             if window.minute >= self._ledger_from:
                 all_of_it = written.get(window, NOTHING)
                 one.committed, one.sums["ledger"] = all_of_it.events, all_of_it.hashes
-                if all_of_it != sum(parts, published):
+                if all_of_it != sum(left, published):
                     one.state = DIFFERENT
             if self._lost(window):
                 one.state = EXPIRED

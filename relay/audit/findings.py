@@ -16,6 +16,9 @@ MOST_NAMED: Final = 1000
 AT_ONCE: Final = 200_000
 """So many events are compared one by one at once; a minute that has more is compared as a whole."""
 
+STATEMENT_SECONDS: Final = 300.0
+"""How long a statement of an audit may take."""
+
 EQUAL: Final = "equal"
 DIFFERENT: Final = "different"
 OPEN: Final = "open"

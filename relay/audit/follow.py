@@ -30,7 +30,7 @@ from psycopg.types.json import Jsonb
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.errors import OutboxError
 from relay.audit.comparison import audit
-from relay.audit.findings import DIFFERENT, EXPIRED, OPEN, Audit, Difference, Scope, WindowAudit
+from relay.audit.findings import DIFFERENT, EXPIRED, OPEN, Audit, Difference, Scope
 from relay.audit.sums import minute_of, minute_start
 from relay.config import Settings
 from relay.core.ports import Unavailable
@@ -216,17 +216,13 @@ def _progress(found: Audit, topic: str, begin: int, end: int) -> _Progress:
             progress.until = one.window.minute
             break
         progress.counts += counts
-        progress.skipped += _unknown(one)
+        # Nothing can be said of it: Kafka or the archive has not what is needed.
+        progress.skipped += one.state == EXPIRED or one.committed is None
     until = minute_start(progress.until)
     progress.differences = [
         one for one in found.differences if one.topic == topic and minute_start(begin) <= one.window < until
     ]
     return progress
-
-
-def _unknown(one: WindowAudit) -> bool:
-    """Return whether nothing can be said of a minute: Kafka or the archive has not what is needed."""
-    return one.state == EXPIRED or one.committed is None
 
 
 def _plain(one: Difference) -> dict[str, Any]:

@@ -15,13 +15,11 @@ from psycopg import sql
 from outbox.consumer.model import DEDUP
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
+from relay.audit.findings import STATEMENT_SECONDS
 from relay.audit.sums import HAS_TIME, MINUTE, Sum, Window, first_id, halves, minute_start, reduced, total
 from relay.audit.topics import Cell
 from relay.database import one_snapshot
 from relay.kafka.offsets import Partition
-
-_REMEMBERS: Final = frozenset({DEDUP})
-"""The strategies that keep the ids of all events."""
 
 _GROUPS: Final = """
 SELECT g.grp, g.strategy, g.forgotten_before, o.topic, o.part, o.next_offset
@@ -113,11 +111,9 @@ class Groups:
         group: str | None,
         minutes: range,
         key: bytes,
-        seconds: float,
     ) -> None:
         self._connection = connection
         self._schema = schema
-        self._seconds = seconds
         start, end = minute_start(minutes.start), minute_start(minutes.stop)
         self._bound: dict[str, Any] = {
             "key": key,
@@ -132,14 +128,14 @@ class Groups:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Read everything in this block in one snapshot. Raises ConsumerUnavailable and SchemaError."""
-        with clear_errors("reading what groups have applied"), one_snapshot(self._connection, self._seconds):
+        with clear_errors("reading what groups have applied"), one_snapshot(self._connection, STATEMENT_SECONDS):
             yield
 
     def groups(self, topics: Collection[str] | None) -> list[Group]:
         """Return the groups that read one of the topics, with their positions there; None for all topics."""
         found: dict[str, Group] = {}
         for name, strategy, forgotten, topic, number, offset in self._rows(_GROUPS):
-            group = found.setdefault(name, Group(name, strategy in _REMEMBERS, forgotten))
+            group = found.setdefault(name, Group(name, strategy == DEDUP, forgotten))
             group.reads.add(topic)
             if topics is None or topic in topics:
                 group.positions[Partition(topic, number)] = offset

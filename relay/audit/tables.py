@@ -13,6 +13,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 
 from relay.audit.content import content
+from relay.audit.findings import STATEMENT_SECONDS
 from relay.audit.sums import (
     NOTHING,
     Sum,
@@ -29,6 +30,8 @@ from relay.database import one_snapshot, unavailable_on_error
 from relay.kafka.offsets import Partition
 from relay.kafka.routing import NoRoute, Router
 from relay.settle.statements import names_of
+
+_ROWS_AT_ONCE: Final = 5000
 
 # Copies for a dead-letter topic and replays have their event's id, and are no events of their own.
 _ORIGINAL: Final = "NOT coalesce(headers ?| ARRAY['outbox-replay', 'outbox-dead-letter'], false)"
@@ -161,7 +164,6 @@ class Tables:
         topics: Collection[str] | None,
         minutes: range,
         key: bytes,
-        seconds: float,
         *,
         order_minutes: int = 0,
     ) -> None:
@@ -169,7 +171,6 @@ class Tables:
         self._names = _pieces(names_of(schema) | {"ledger": sql.Identifier(schema, "ledger")})
         self._router = router
         self._topics = topics
-        self._seconds = seconds
         self._bound: dict[str, Any] = {
             "key": key,
             "low": first_id(minutes.start),
@@ -186,7 +187,7 @@ class Tables:
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """Read everything in this block in one snapshot. Raises Unavailable and SchemaError."""
-        with unavailable_on_error("reading the events to audit"), one_snapshot(self._connection, self._seconds):
+        with unavailable_on_error("reading the events to audit"), one_snapshot(self._connection, STATEMENT_SECONDS):
             yield
 
     def archived(self) -> tuple[int, int] | None:
@@ -235,7 +236,7 @@ class Tables:
         bound = self._bound | {"minutes": sorted({window.minute for window in windows})}
         # Row by row: there may be hundreds of thousands in a minute.
         with self._connection.cursor("audit", row_factory=tuple_row) as cursor:
-            cursor.itersize = 5000
+            cursor.itersize = _ROWS_AT_ONCE
             cursor.execute(sql.SQL(_EVENTS).format(**self._names), bound)
             for kind, topic, minute, event_id, number, offset, said in cursor:
                 window = self._window(kind, topic, minute)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any, Final, NamedTuple
 
 from confluent_kafka import Message
@@ -118,9 +118,9 @@ class Topics:
 
         def add(place: Partition, message: Message) -> None:
             first.setdefault(place, message.timestamp()[1])
-            event_id, minute, content = self._event(place, message, minutes)
-            if event_id is None or minute is None:
+            if (event := self._event(place, message, minutes)) is None:
                 return
+            event_id, minute, content = event
             offset = message.offset() or 0
             cell = cells.get((place, minute))
             if cell is None:
@@ -128,7 +128,7 @@ class Topics:
             cell.count += 1
             cell.last = offset
             cell.ids += hash_of(self._key, event_id)
-            cell.whole += hash_of(self._key, whole(event_id, place.number, offset, content()))
+            cell.whole += hash_of(self._key, whole(event_id, place.number, offset, content))
             cell.untimed += minute_of_id(event_id) is None
 
         self._read(extents, add)
@@ -139,47 +139,39 @@ class Topics:
     ) -> dict[Window, dict[bytes, list[OnKafka]]]:
         """Return each event of these windows, by its id (16 bytes), with all its records. Raises Unavailable."""
         found: dict[Window, dict[bytes, list[OnKafka]]] = {window: {} for window in windows}
-        minutes = range(min(one.minute for one in windows), max(one.minute for one in windows) + 1)
+        minutes = {window.minute for window in windows}
 
         def add(place: Partition, message: Message) -> None:
-            event_id, minute, content = self._event(place, message, minutes, self.copies)
-            if event_id is None or minute is None or (events := found.get(Window(place.topic, minute))) is None:
+            if (event := self._event(place, message, minutes, self.copies)) is None:
                 return
-            record = OnKafka(place, message.offset() or 0, hash_of(b"", content()).to_bytes(16))
-            events.setdefault(event_id, []).append(record)
+            event_id, minute, content = event
+            if (events := found.get(Window(place.topic, minute))) is not None:
+                record = OnKafka(place, message.offset() or 0, hash_of(b"", content).to_bytes(16))
+                events.setdefault(event_id, []).append(record)
 
         self._read(extents, add)
         return found
 
     def _event(
-        self, place: Partition, message: Message, minutes: range, copies: set[bytes] | None = None
-    ) -> tuple[bytes | None, int | None, Callable[[], bytes]]:
-        """Return the id of this outbox's event, its minute if that is wanted, and what it says."""
+        self, place: Partition, message: Message, minutes: Container[int], copies: set[bytes] | None = None
+    ) -> tuple[bytes, int, bytes] | None:
+        """Return an event's id, minute and content; None unless it is of this outbox and of these minutes."""
         headers = headers_of(message)
         event_id = _id_of(headers)
-        if event_id is None:
+        if event_id is None or header_text(headers.get(CE_SOURCE, self._source)) != self._source:
             self.others[place.topic] += 1
-            return None, None, bytes
-        if CE_SOURCE in headers and header_text(headers[CE_SOURCE]) != self._source:
-            self.others[place.topic] += 1
-            return None, None, bytes
+            return None
         if REPLAY in headers or DEAD_LETTER in headers:
             if copies is not None:
                 copies.add(event_id)
-            return None, None, bytes
+            return None
         minute = minute_of_id(event_id)
         if minute is None:
             minute = _written(header_text(headers.get(CE_TIME)), message.timestamp()[1])
         if minute not in minutes:
-            minute = None
-        key, value = message.key(), message.value()
-        return (
-            event_id,
-            minute,
-            lambda: content_of(
-                key if isinstance(key, bytes) else None, value if isinstance(value, bytes) else None, headers
-            ),
-        )
+            return None
+        key, value = (part if isinstance(part, bytes) else None for part in (message.key(), message.value()))
+        return event_id, minute, content_of(key, value, headers)
 
     def _read(self, extents: Mapping[Partition, Extent], add: Callable[[Partition, Message], None]) -> None:
         starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}

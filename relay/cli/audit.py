@@ -41,8 +41,7 @@ def audit(
     topic: Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable.")] = None,
     group: Annotated[str | None, typer.Option("--group", help="Only this consumer group.")] = None,
     partial: Annotated[
-        list[str] | None,
-        typer.Option("--partial", help="A group that leaves events out on purpose; repeatable."),
+        list[str] | None, typer.Option("--partial", help="A group that leaves events out on purpose; repeatable.")
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Compare each minute once it is over, until SIGTERM or SIGINT.")
@@ -94,10 +93,7 @@ def _follow(settings: Settings, scope: Scope) -> None:
 @app.command()
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A certificate of `outbox audit --certificate`.")],
-    sha256: Annotated[
-        str | None,
-        typer.Option("--sha256", help="The hash that was printed with it."),
-    ] = None,
+    sha256: Annotated[str | None, typer.Option("--sha256", help="The hash that was printed with it.")] = None,
     sink_url: SinkOption = None,
     database_url: DatabaseUrl = None,
 ) -> None:

@@ -8,16 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outbox._app.console import (
-    AsJson,
-    DatabaseUrl,
-    Reason,
-    print_json,
-    require_reason,
-    say,
-    table_console,
-    text_table,
-)
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, say, table_console, text_table
 from outbox._app.text import age_text, bytes_text
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
@@ -53,10 +44,7 @@ def setup(
 
 
 @app.command()
-def status(
-    as_json: AsJson = False,
-    database_url: DatabaseUrl = None,
-) -> None:
+def status(as_json: AsJson = False, database_url: DatabaseUrl = None) -> None:
     """Show the state of the stream. Exit status 1 when it has a gap, or keeps more WAL than the limit."""
     with _cdc(database_url) as (cdc, settings):
         found = cdc.status()

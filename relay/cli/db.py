@@ -10,8 +10,7 @@ import typer
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
 from outbox.errors import ConfigurationError
 from relay.config import Settings, SourceKind, load
-from relay.operations.limited_writers import limits
-from relay.operations.roles import USUAL, RoleKind, grants
+from relay.operations.roles import USUAL, RoleKind, grants, limits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,10 +27,7 @@ _Consumer = Annotated[bool, typer.Option("--consumer", help="The consumers' tabl
 
 @app.command()
 def upgrade(
-    database_url: DatabaseUrl = None,
-    schema: _Schema = None,
-    consumer: _Consumer = False,
-    lanes: _Lanes = None,
+    database_url: DatabaseUrl = None, schema: _Schema = None, consumer: _Consumer = False, lanes: _Lanes = None
 ) -> None:
     """Upgrade the tables to this version. Safe to repeat, and to run concurrently."""
     from outbox._app import migrate as db
@@ -65,24 +61,13 @@ def downgrade(
 
 @app.command()
 def check(
-    database_url: DatabaseUrl = None,
-    schema: _Schema = None,
-    consumer: _Consumer = False,
-    as_json: AsJson = False,
+    database_url: DatabaseUrl = None, schema: _Schema = None, consumer: _Consumer = False, as_json: AsJson = False
 ) -> None:
     """Compare the tables with this version's. Exit status 1 if they differ."""
-    from outbox._app import migrate as db
     from outbox._app import schema_drift as schema_check
 
     url, name = _target(database_url, schema, consumer)
-    if consumer:
-        from outbox.consumer.tables import consumer_tables
-
-        differences = schema_check.check_tables(
-            url, name, lambda metadata, at: consumer_tables(metadata, at).all, history=db.CONSUMER
-        )
-    else:
-        differences = schema_check.check(url, name)
+    differences = (schema_check.check_consumer if consumer else schema_check.check)(url, name)
     if as_json:
         print_json({"schema": name, "differences": differences})
     else:
@@ -174,8 +159,7 @@ def prune(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Also drop what expired more than 3 days ago, if the clock is right."),
+        bool, typer.Option("--force", help="Also drop what expired more than 3 days ago, if the clock is right.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -35,8 +35,7 @@ _Type = Annotated[str | None, typer.Option("--aggregate-type", help="Relay: only
 _Group = Annotated[str | None, typer.Option("--group", help="Only this consumer group.")]
 _Topic = Annotated[str | None, typer.Option("--topic", help="Consumer: only of this topic.")]
 _Cause = Annotated[
-    str | None,
-    typer.Option("--cause", help="Consumer: undecodable, no-id, too-old, failed, rejected or behind."),
+    str | None, typer.Option("--cause", help="Consumer: undecodable, no-id, too-old, failed, rejected or behind.")
 ]
 _All = Annotated[bool, typer.Option("--all", help="All that match the filters.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Relay: only count.")]

@@ -134,10 +134,7 @@ def drain(
     _fail_unconfirmed(missing, confirm_seconds)
 
 
-def wait(
-    seconds: Annotated[float, _Timeout] = 60.0,
-    database_url: DatabaseUrl = None,
-) -> None:
+def wait(seconds: Annotated[float, _Timeout] = 60.0, database_url: DatabaseUrl = None) -> None:
     """Wait until all events committed so far are published or dead letters. Exit status 1 if some are left."""
     from relay.core.pauses import ALL
     from relay.operations.drain import Drain

@@ -26,8 +26,7 @@ def recover(
         bool, typer.Option("--dry-run", help="Only compare. Exit status 1 if something differs.")
     ] = False,
     resend: Annotated[
-        bool,
-        typer.Option("--resend", help="Put what Kafka has lost back from the archive, before what waits."),
+        bool, typer.Option("--resend", help="Put what Kafka has lost back from the archive, before what waits.")
     ] = False,
     reason: Reason = None,
     database_url: DatabaseUrl = None,

@@ -128,10 +128,7 @@ def reconcile(
 
 
 @app.command()
-def upgraded(
-    reason: Reason = None,
-    database_url: DatabaseUrl = None,
-) -> None:
+def upgraded(reason: Reason = None, database_url: DatabaseUrl = None) -> None:
     """Accept the new system identifier after pg_upgrade (exactly-once), and write new markers.
 
     Refuses, with exit status 1, if a lane has stopped for any other reason.

@@ -7,15 +7,7 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import (
-    AsJson,
-    DatabaseUrl,
-    Reason,
-    print_json,
-    require_reason,
-    table_console,
-    text_table,
-)
+from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, table_console, text_table
 from outbox._app.text import time_text
 from relay.cli.session import outbox_session
 from relay.operations.scheduled import cancel as cancel_scheduled

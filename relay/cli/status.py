@@ -25,8 +25,7 @@ _FEW_LANES: Final = 16
 """The number of lanes that have a row of their own: those without a holder or with the oldest events."""
 
 SinkOption = Annotated[
-    str | None,
-    typer.Option("--sink-url", help="The consumers' database, if it is another one; OUTBOX_RELAY__SINK_URL"),
+    str | None, typer.Option("--sink-url", help="The consumers' database, if it is another one; OUTBOX_RELAY__SINK_URL")
 ]
 
 

@@ -24,8 +24,7 @@ def trace(
         str | None, typer.Option("--aggregate", help="TYPE/ID: list the newest events of this key.")
     ] = None,
     topic: Annotated[
-        list[str] | None,
-        typer.Option("--topic", help="Search this topic for it and its repeats; repeatable."),
+        list[str] | None, typer.Option("--topic", help="Search this topic for it and its repeats; repeatable.")
     ] = None,
     since: Annotated[
         dt.datetime | None,

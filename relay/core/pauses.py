@@ -27,7 +27,7 @@ import datetime as dt
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 
 class ScopeKind(StrEnum):
@@ -44,15 +44,7 @@ class Scope:
     name: str = ""
 
     def __str__(self) -> str:
-        match self.kind:
-            case ScopeKind.ALL:
-                return "all lanes"
-            case ScopeKind.LANE:
-                return f"lane {self.name}"
-            case ScopeKind.TOPIC:
-                return f"topic {self.name}"
-            case _:
-                assert_never(self.kind)
+        return "all lanes" if self.kind is ScopeKind.ALL else f"{self.kind} {self.name}"
 
 
 ALL: Final = Scope(ScopeKind.ALL)

@@ -147,7 +147,8 @@ class TurnSizes:
 
     def _suspect(self, sizes: Mapping[int, int], guesses: Mapping[int, int]) -> None:
         """Give these lanes turns of their own, by the number of their events that were refused together."""
-        groups = [list(sizes)] if guesses else [part for part in _halves(list(sizes)) if part]
+        lanes, half = list(sizes), len(sizes) // 2
+        groups = [lanes] if guesses else [part for part in (lanes[:half], lanes[half:]) if part]
         for number, size in sizes.items():
             lane = self._lanes[number]
             if guesses:
@@ -187,11 +188,6 @@ class TurnSizes:
             self._most_lanes *= 2
         else:
             self._most_lanes = None
-
-
-def _halves(numbers: list[int]) -> tuple[list[int], list[int]]:
-    half = len(numbers) // 2
-    return numbers[:half], numbers[half:]
 
 
 def _before(claims: Sequence[Claim], position: int | None) -> int | None:

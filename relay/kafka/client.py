@@ -1,4 +1,4 @@
-"""Helpers for librdkafka clients: readers' options, error texts."""
+"""Helpers for librdkafka clients: readers' options, error texts, the first request to Kafka."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
-from outbox._clients.kafka import complete
+from outbox._clients.kafka import CIRCUMSTANCES, complete
 from outbox._clients.kafka_client import Admin
 from outbox.consumer.messages import UndecodableHeaders
 from outbox.consumer.messages import headers_of as safe_headers
 from relay.core.ports import BrokerUnavailable
 
+log = structlog.get_logger("relay")
+
 _FETCH_SECONDS: Final = 0.5
 _FETCHES_SECONDS: Final = 1.0
+_FIRST_CONTACT_SECONDS: Final = 2.0
 
 
 def text_of(error: KafkaException) -> str:
@@ -108,3 +112,27 @@ def partitions_text(numbers: Collection[int]) -> str:
     some = sorted(numbers)
     shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
     return f"partition{'s' if len(some) > 1 else ''} {shown}"
+
+
+def log_unreachable(options: Mapping[str, str]) -> None:
+    """Log once if no broker answers within two seconds: the addresses, and why the last connection failed.
+
+    A turn waits for longer, because a broker that restarts needs more time; without events there is no turn at all.
+    """
+    failed: list[str] = []
+
+    def heard(error: KafkaError) -> None:
+        # Not the effect of the others.
+        if error.code() != KafkaError._ALL_BROKERS_DOWN:
+            failed.append(CIRCUMSTANCES.sub("", error.str()))
+
+    admin = Admin(options, heard)
+    try:
+        with admin.explaining():
+            admin.list_topics(timeout=_FIRST_CONTACT_SECONDS)
+    except KafkaException as error:
+        log.warning(
+            "Kafka does not answer; this relay waits for it. See OUTBOX_KAFKA__BOOTSTRAP_SERVERS",
+            brokers=options["bootstrap.servers"],
+            error=failed[-1] if failed else text_of(error),
+        )

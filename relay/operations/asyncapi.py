@@ -98,11 +98,7 @@ def document(models: Iterable[EventModel], settings: Settings, title: str, versi
         messages[name] = _message(model, name, settings, schemas)
         channel = channels.setdefault(
             topic,
-            {
-                "address": topic,
-                "messages": {},
-                "bindings": {"kafka": {"topic": topic, "bindingVersion": _BINDING}},
-            },
+            {"address": topic, "messages": {}, "bindings": {"kafka": {"topic": topic, "bindingVersion": _BINDING}}},
         )
         channel["messages"][name] = {"$ref": f"#/components/messages/{name}"}
     return {

@@ -89,9 +89,7 @@ _DEAD: Final = "{dead_letters} AS f WHERE {chosen}"
 _RETRYING: Final = """{failures} AS f WHERE {chosen} AND f.next_attempt_at < 'infinity'
    AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)"""
 # Only events that are not due before a batch ends (see _LIMITS): a relay may be sending one that is due.
-_RETRYING_LATER: Final = """{failures} AS f WHERE {chosen}
-   AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'
-   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)"""
+_RETRYING_LATER: Final = _RETRYING + " AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'"
 _WITHOUT_EVENT: Final = "{failures} AS f WHERE {chosen} AND {without_event}"
 
 _PICK: Final = """
@@ -169,11 +167,7 @@ SELECT set_config('statement_timeout', '2s', true), set_config('lock_timeout', '
 _BATCH: Final = 1000
 _QUICK_SECONDS: Final = 0.5
 
-COUNTS: Final = {
-    "dead": "dead letter",
-    "retrying": "retrying event",
-    "without_event": "orphaned failure",
-}
+COUNTS: Final = {"dead": "dead letter", "retrying": "retrying event", "without_event": "orphaned failure"}
 """What ``DeadLetters.count`` counts, each with its name for operators. An orphaned failure: its event was deleted."""
 
 _Done = TypeVar("_Done")

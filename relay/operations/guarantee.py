@@ -73,23 +73,6 @@ _BY_VERSION: Final = Guarantee(
 )
 
 
-def on_kafka(delivery: Delivery, source: SourceKind) -> Guarantee:
-    order = _ORDER[source]
-    match delivery:
-        case Delivery.AT_MOST_ONCE:
-            return Guarantee(delivery, f"on Kafka: {_AT_MOST}; {order}", _SAFE)
-        case Delivery.AT_LEAST_ONCE:
-            return Guarantee(
-                delivery,
-                "on Kafka: after a crash at most one batch of each lane stands there twice, under the same event ids; "
-                f"without these repeats, {order}",
-            )
-        case Delivery.EXACTLY_ONCE:
-            return Guarantee(delivery, f"on Kafka for read_committed readers; {order}")
-        case _:
-            assert_never(delivery)
-
-
 # With a relay that repeats a batch after a crash, and with one that does not.
 _IN_SINK: Final[Mapping[Strategy, tuple[Guarantee, Guarantee]]] = {
     Strategy.DEDUP: (_BY_ID, _BY_ID),
@@ -150,11 +133,13 @@ _IN_SINK: Final[Mapping[Strategy, tuple[Guarantee, Guarantee]]] = {
 }
 
 
-def in_sink(delivery: Delivery, strategy: Strategy) -> Guarantee:
-    """Return what the sink's tables can rely on, for a consumer of what the relay publishes.
+def guarantee(delivery: Delivery, source: SourceKind, strategy: Strategy | None = None) -> Guarantee:
+    """Return what a consumer's tables can rely on, or without its strategy what readers of the topics can.
 
     A crash of the consumer changes nothing: the offsets move in the transaction of the effect, unless at-most-once.
     """
+    if strategy is None:
+        return _on_kafka(delivery, _ORDER[source])
     if delivery is Delivery.AT_MOST_ONCE and strategy is Strategy.AT_MOST_ONCE:
         return Guarantee(delivery, f"of any effect: {_AT_MOST}; {_GIVEN_UP} too, and recorded", _SAFE)
     if delivery is Delivery.AT_MOST_ONCE:
@@ -163,9 +148,20 @@ def in_sink(delivery: Delivery, strategy: Strategy) -> Guarantee:
     return once if delivery is Delivery.EXACTLY_ONCE else repeating
 
 
-def guarantee(delivery: Delivery, source: SourceKind, strategy: Strategy | None = None) -> Guarantee:
-    """Return the guarantee in the sink's tables, or without a strategy that on Kafka."""
-    return on_kafka(delivery, source) if strategy is None else in_sink(delivery, strategy)
+def _on_kafka(delivery: Delivery, order: str) -> Guarantee:
+    match delivery:
+        case Delivery.AT_MOST_ONCE:
+            return Guarantee(delivery, f"on Kafka: {_AT_MOST}; {order}", _SAFE)
+        case Delivery.AT_LEAST_ONCE:
+            return Guarantee(
+                delivery,
+                "on Kafka: after a crash at most one batch of each lane stands there twice, under the same event ids; "
+                f"without these repeats, {order}",
+            )
+        case Delivery.EXACTLY_ONCE:
+            return Guarantee(delivery, f"on Kafka for read_committed readers; {order}")
+        case _:
+            assert_never(delivery)
 
 
 def slot_cost(retained: int, limit: int, safe: int | None, bytes_per_second: float) -> str:

@@ -121,9 +121,7 @@ class Event:
     message: MessageRef | None = None
 
 
-def find(
-    connection: psycopg.Connection[Any], schema: str, event_id: UUID, hidden: MutableMapping[str, str] | None = None
-) -> Event:
+def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID, hidden: MutableMapping[str, str]) -> Event:
     """Return what the outbox's tables contain about an event. Raises Unavailable, and SchemaError.
 
     The tables are read in one snapshot, so an event that is moved from one to another meanwhile is not missed.
@@ -149,8 +147,7 @@ def find(
                 failure = read("failures", _FAILURE)
             dead, published = read("dead_letters", _DEAD), read("published", _PUBLISHED)
             scheduled = read("scheduled", _SCHEDULED)
-    if hidden is not None:
-        hidden.update(visible.hidden)
+    hidden.update(visible.hidden)
     if waiting is not None and failure is not None:
         last = failure.pop("last_failed_at")
         return Event(state="waiting" if last is None else "retrying", **waiting, **failure)
@@ -197,12 +194,7 @@ def search(
     try:
         for seen in committed_since(options, dict.fromkeys(topics, start), seconds):
             found += [
-                MessageRef(
-                    one.partition.topic,
-                    one.partition.number,
-                    one.offset,
-                    time_of(one.milliseconds),
-                )
+                MessageRef(one.partition.topic, one.partition.number, one.offset, time_of(one.milliseconds))
                 for one in seen
                 if one.event_id == wanted and not one.mark
             ]

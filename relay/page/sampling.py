@@ -23,6 +23,7 @@ _IDLE_SECONDS: Final = 10.0
 """How often the figures are read while no browser shows them, so that the charts have a past."""
 _INTEREST_SECONDS: Final = 30.0
 _KEPT_SECONDS: Final = 3_600
+_FIRST_SECONDS: Final = 15.0
 _TICK_SECONDS: Final = 0.2
 
 
@@ -80,15 +81,15 @@ class Sampler:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def latest(self, seconds: float = 15.0) -> Overview | None:
-        """Return the newest overview. Waits for the first one, at most ``seconds``.
+    def latest(self) -> Overview | None:
+        """Return the newest overview. Waits for the first one, but not for ever.
 
         If none was requested for a while, it first waits a little for a new one.
         """
         if self._begin():
             self.refresh()
         with self._lock:
-            self._lock.wait_for(lambda: self._latest is not None or self._closed, seconds)
+            self._lock.wait_for(lambda: self._latest is not None or self._closed, _FIRST_SECONDS)
             return self._latest
 
     def taken(self) -> dt.datetime:
@@ -96,7 +97,7 @@ class Sampler:
         with self._lock:
             return self._taken_at or dt.datetime.now(dt.UTC)
 
-    def samples(self, seconds: float = _KEPT_SECONDS) -> Sequence[Sample]:
+    def samples(self, seconds: float) -> Sequence[Sample]:
         begin = time.time() - seconds
         with self._lock:
             return [sample for sample in self._samples if sample.at >= begin]

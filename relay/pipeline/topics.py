@@ -14,6 +14,7 @@ from confluent_kafka import IsolationLevel, KafkaException
 
 from outbox._app.settings import client_options
 from outbox._clients.kafka_client import EARLIEST, LATEST, Admin, answered
+from outbox.errors import SchemaError
 from outbox.event import DEAD_LETTER
 from relay.config import Settings
 from relay.core.ports import BrokerUnavailable
@@ -32,6 +33,13 @@ _FIRST_KINDS: Final = """
 SELECT DISTINCT e.aggregate_type, coalesce(e.headers ? %(copy)s, false) AS copy FROM {lanes} AS l
  CROSS JOIN LATERAL (SELECT aggregate_type, headers FROM {events} AS e
                       WHERE e.lane = l.lane ORDER BY e.id LIMIT %(most)s) AS e"""
+
+# For a role that may not read headers, as a monitor: what a relay wrote may be a copy, and writers write none.
+_FIRST_WRITTEN: Final = """
+SELECT DISTINCT e.aggregate_type, false AS copy FROM {lanes} AS l
+ CROSS JOIN LATERAL (SELECT aggregate_type, from_relay FROM {events} AS e
+                      WHERE e.lane = l.lane ORDER BY e.id LIMIT %(most)s) AS e
+ WHERE NOT e.from_relay"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +133,12 @@ class MissingTopics:
         """
         wanted: set[str] = set()
         names, bound = names_of(self._schema), {"most": _MOST_LOOKED_AT, "copy": DEAD_LETTER}
-        for row in read_rows(connection, "looking at the first events", _FIRST_KINDS, names, bound):
+        doing = "looking at the first events"
+        try:
+            rows = read_rows(connection, doing, _FIRST_KINDS, names, bound)
+        except SchemaError:
+            rows = read_rows(connection, doing, _FIRST_WRITTEN, names, bound)
+        for row in rows:
             with suppress(NoRoute):
                 wanted.add(self._router.topic_of(row["aggregate_type"], copy=row["copy"]))
         try:

@@ -88,7 +88,8 @@ class Found:
 
     @property
     def known(self) -> bool:
-        return self.event.state != "unknown" or bool(self.messages) or any(_met(group) for group in self.groups)
+        met = (group.state in {"applied", "dead", "given-up"} or group.external for group in self.groups)
+        return self.event.state != "unknown" or bool(self.messages) or any(met)
 
     def steps(self) -> list[Step]:
         """Return the event's way as far as it is known, from its writing to each consumer group."""
@@ -103,10 +104,6 @@ class Found:
             "searched_to_the_end": self.whole,
             "unseen": self.unseen,
         }
-
-
-def _met(group: GroupTrace) -> bool:
-    return group.state in {"applied", "dead", "given-up"} or bool(group.external)
 
 
 def find_event(
@@ -264,7 +261,9 @@ def _relay_side(found: Found) -> list[Step]:
             steps.append(Step("is not published before", "unknown", event.not_before))
         case "waiting":
             before = "10,000 or more rows" if event.before == 10_000 else counted(event.before or 0, "row")
-            steps.append(Step("waits to be published", "unknown", text=f"{before} before it, {_holder(event)}"))
+            holder = "and no relay" if event.owner is None else f"relay {event.owner}"
+            text = f"{before} before it, {holder} holds the lane"
+            steps.append(Step("waits to be published", "unknown", text=text))
         case "retrying":
             after = f"retrying, after {counted(event.attempts, 'failed attempt')}" + (
                 "" if event.next_attempt_at is None else ", next"
@@ -285,10 +284,6 @@ def _relay_side(found: Found) -> list[Step]:
     if event.state == "unknown" and not found.messages:
         steps.append(Step("the outbox has no row of it", "unknown"))
     return steps
-
-
-def _holder(event: Event) -> str:
-    return "and no relay holds the lane" if event.owner is None else f"relay {event.owner} holds the lane"
 
 
 def _consumers_side(found: Found) -> list[Step]:

@@ -93,10 +93,9 @@ class Failures:
         self._policy = policy
         self._router = router
         names = names_of(schema)
-        self._record, self._bury, self._copy, self._hold, self._forget = (
-            sql.SQL(text).format(**names) for text in (_RECORD, _BURY, _COPY, _HOLD, _FORGET)
+        self._record, self._bury, self._keep, self._copy, self._hold, self._forget = (
+            sql.SQL(text).format(**names) for text in (_RECORD, _BURY, _KEEP, _COPY, _HOLD, _FORGET)
         )
-        self._keep = sql.SQL(_KEEP).format(**names)
 
     def record(
         self, connection: psycopg.Connection[Any], lane: int, refused: Sequence[tuple[Claim, str]]

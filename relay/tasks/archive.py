@@ -157,7 +157,7 @@ class Retention:
         return bool(row and row[0])
 
     def _plan(self, connection: psycopg.Connection[Any]) -> PrunePlan:
-        today: dt.date = self._value(connection, _TODAY)
+        today: dt.date = self._row(connection, _TODAY)[0]
         oldest = today - dt.timedelta(days=self._days)
         names = {
             "parent": sql.Literal(self._parent.as_string(connection)),
@@ -171,7 +171,7 @@ class Retention:
 
         stray, first_stray = 0, None
         # Without the right to read them there is none to delete them either.
-        if self._value(connection, _READABLE, **names):
+        if self._row(connection, _READABLE, **names)[0]:
             before = sql.Literal(_midnight(oldest))
             stray, first_stray = self._row(connection, _STRAY, default=self._default, before=before)
         old = [(name, high.astimezone(dt.UTC).date()) for name, _, high in ranges if high and high <= _midnight(oldest)]
@@ -191,9 +191,6 @@ class Retention:
         row = connection.execute(sql.SQL(query).format(**names)).fetchone()
         assert row is not None
         return row
-
-    def _value(self, connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
-        return self._row(connection, query, **names)[0]
 
     def _run(self, connection: psycopg.Connection[Any], *, force: bool) -> PrunePlan:
         # Creating and dropping take locks that block every archiving relay: give up soon.

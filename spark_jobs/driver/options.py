@@ -20,7 +20,6 @@ class Options:
     kafka        librdkafka's options for the driver and the tasks: addresses and credentials.
     max_records  messages in a round at most, over all partitions.
     max_bytes    bytes in a round at most, estimated from the average message size of each topic in earlier rounds.
-    idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
     patience     how long ``once`` waits for a server that is away; see patience.
     keep_days    how long ids are remembered; see retention.
     verdict_seconds  how long a single message must keep failing by itself before the job ends and names it: losing an
@@ -34,7 +33,6 @@ class Options:
     schema: str = "consumer"
     max_records: int | None = 200_000
     max_bytes: int = 512 * 1024 * 1024
-    idle_seconds: float = 0.05
     patience: float = 60.0
     max_backoff_seconds: float = 5.0
     keep_days: int = KEEP_DAYS

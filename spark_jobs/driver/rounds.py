@@ -19,7 +19,8 @@ What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, assert_never
@@ -27,12 +28,12 @@ from typing import TYPE_CHECKING, Final, assert_never
 from outbox.consumer.errors import EffectFailed, Interrupted
 from outbox.consumer.letters import DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
-from spark_jobs.driver.dead_keys import DeadKeyCache, Keys
 from spark_jobs.driver.partition_attempts import Attempts
 from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.round_spans import RoundSpans
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.outcomes import RangeOutcome
+from spark_jobs.sink import GroupStore
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
@@ -54,6 +55,43 @@ FAILED_ALONE: Final = 3
 _PLACES: Final = "topic string, partition int, offset long"
 
 
+class _DeadKeys:
+    """The keys of a group's dead letters, kept between rounds: reading 100,000 of them takes 100 ms.
+
+    | what happens                       | what follows                                                                |
+    |------------------------------------|-----------------------------------------------------------------------------|
+    | a round stores dead letters        | it adds their keys                                                          |
+    | a round fails, or a task that was  | the keys are read again: there may be dead letters that the driver does not |
+    | abandoned has applied a range      | know                                                                        |
+    | dead letters are retried           | the keys are read again                                                     |
+    | the last one of a key is discarded | the key is kept: its next message is put behind nothing, which the next     |
+    |                                    | ``GroupStore.state`` finds; it is retried, and the keys are read again      |
+
+    So there may be too many keys, which costs a detour, and never too few, which would cost the order.
+    """
+
+    def __init__(self, store: GroupStore, topics: Sequence[str]) -> None:
+        self._store = store
+        self._topics = topics
+        self._keys: dict[str, set[bytes]] | None = None
+
+    def by_topic(self) -> Mapping[str, AbstractSet[bytes]]:
+        if self._keys is None:
+            self._keys = {}
+            for topic, key in self._store.dead_keys(self._topics):
+                self._keys.setdefault(topic, set()).add(key)
+        return self._keys
+
+    def add(self, letters: Iterable[DeadLetter]) -> None:
+        if self._keys is not None:
+            for letter in letters:
+                if letter.key is not None:
+                    self._keys.setdefault(letter.record.place[0], set()).add(letter.key)
+
+    def forget(self) -> None:
+        self._keys = None
+
+
 class Rounds:
     """Applies rounds, by attempts of one kind."""
 
@@ -64,7 +102,7 @@ class Rounds:
         self._store = context.store
         self._most_retried = RETRIED_AT_ONCE
         self._spans = RoundSpans(context)
-        self._dead_keys = DeadKeyCache(context.store, context.job.topics)
+        self._dead_keys = _DeadKeys(context.store, context.job.topics)
         self.counts = Counts()
         """The figures of the last round or retry: of what it has applied, also if it raised after that."""
 
@@ -80,7 +118,7 @@ class Rounds:
             self._context.begin()
             try:
                 if self._job.keep_order:
-                    self._stand_behind(state, span, self._dead_keys.by_topic())
+                    self._stand_behind(state, span)
                 left = span
                 while left.ranges:
                     results = self._attempt(left, state, generation)
@@ -291,8 +329,9 @@ class Rounds:
                     keys.setdefault(place[0], {})[letter.key] = place
             self._put_behind(state, span, keys)
 
-    def _stand_behind(self, state: RoundState, span: OffsetRanges, keys: Keys) -> None:
+    def _stand_behind(self, state: RoundState, span: OffsetRanges) -> None:
         """Put aside what is behind dead letters of earlier rounds, unless tasks that read Kafka's messages do it."""
+        keys = self._dead_keys.by_topic()
         if self._attempts.put_aside_behind:
             state.standing = keys
         else:

@@ -56,7 +56,6 @@ from spark_jobs.driver.poison_search import SAME, PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundContext
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.driver.server_wait import wait_for_servers
-from spark_jobs.driver.shown_position import ShownPosition
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.job import ConsumerJob
 from spark_jobs.postgres.group_store import PostgresGroupStore
@@ -70,6 +69,8 @@ if TYPE_CHECKING:
 
     from outbox.consumer.delays import TopicDelays
 
+_IDLE_SECONDS: Final = 0.05
+"""How often ``continuous`` asks Kafka for new messages when there were none."""
 _LOOK_SECONDS: Final = 1.0
 """How often an idle driver checks the sink: whether the group is still its own, and for dead letters to retry."""
 _OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
@@ -114,7 +115,7 @@ class Runner:
         self._search = PoisonSearch(options.verdict_seconds)
         self._narrowed = False
         self._refused_since: float | None = None
-        self._position = ShownPosition(self._kafka, job.group, report)
+        self._shown: dict[Partition, int] = {}
         self._row_bytes: dict[str, int] = {}
         self._added = AddedPartitions(self._kafka, self._store, job.topics, report)
         reading = ReaderSettings(dict(options.kafka), job.group)
@@ -190,7 +191,7 @@ class Runner:
     def _idle(self, stop: threading.Event) -> None:
         """Wait for new messages. Returns after a second without any, because there may be dead letters to retry."""
         deadline = time.monotonic() + _LOOK_SECONDS
-        while time.monotonic() < deadline and not stop.wait(self._options.idle_seconds):
+        while time.monotonic() < deadline and not stop.wait(_IDLE_SECONDS):
             try:
                 if self._kafka.ends(self._ends) != self._ends:
                     return
@@ -309,7 +310,14 @@ class Runner:
                 if self._rounds.counts.read:
                     self._count(self._rounds.counts, began)
         if not ranges:
-            self._position.show_stored(stored)
+            # Beyond the ends of rounds: a partition may have moved up to the next message, or the log's end.
+            further = {
+                partition: here.next_offset
+                for partition, here in stored.items()
+                if self._shown.get(partition, here.next_offset) < here.next_offset
+            }
+            if further:
+                self._show_position(further)
             return more
         ranges = self._search.narrowed(ranges)
         # Set before the round, so that a partition that fails does not block those behind it.
@@ -333,7 +341,17 @@ class Runner:
         self._search.passed(span.ranges)
         self._note_sizes(counts)
         self._count(counts, began)
-        self._position.show({partition: one.end for partition, one in span.ranges.items()})
+        self._show_position({partition: one.end for partition, one in span.ranges.items()})
+
+    def _show_position(self, ends: Mapping[Partition, int]) -> None:
+        """Show the group's position to Kafka's own tools, without waiting for the answer: nothing reads it back."""
+        self._shown |= ends
+        self._report_shown(self._kafka.show_lag(self._job.group, ends, seconds=0))
+
+    def _report_shown(self, problem: str | None) -> None:
+        """Report why a position could not be shown, which comes with a later call."""
+        if problem is not None:
+            self._report("the group's position could not be shown to Kafka", {"error": problem})
 
     def _note_sizes(self, counts: Counts) -> None:
         """Record the average message size of each topic. A large size is remembered for some rounds: more may come."""
@@ -446,7 +464,7 @@ class Runner:
                 yield
             finally:
                 close_kept(self._job.group)
-        self._position.wait()
+        self._report_shown(self._kafka.lag_shown(self._job.group))
 
 
 def _until(

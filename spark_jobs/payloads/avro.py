@@ -254,14 +254,9 @@ def _union(
 def _struct(
     schema: Mapping[str, Any], named: Mapping[str, Any], path: str, inside: tuple[str, ...]
 ) -> tuple[t.DataType, Convert]:
-    kinds: list[tuple[str, t.DataType]] = []
-    converts: list[tuple[str, Convert]] = []
-    for field in schema["fields"]:
-        name = field["name"]
-        inner, convert = _typed(field["type"], named, within(path, name), inside)
-        kinds.append((name, inner))
-        converts.append((name, convert))
-    return struct_of("schema", path, kinds), lambda record: {name: convert(record[name]) for name, convert in converts}
+    fields = [(one["name"], *_typed(one["type"], named, within(path, one["name"]), inside)) for one in schema["fields"]]
+    kind = struct_of("schema", path, [(name, inner) for name, inner, _ in fields])
+    return kind, lambda record: {name: convert(record[name]) for name, _, convert in fields}
 
 
 def _same(value: Any) -> Any:

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.types import DataType, StructType
 
-    from spark_jobs.payloads.avro import Plan as AvroPlan
-    from spark_jobs.payloads.protobuf import Plan as ProtobufPlan
-
 PROBLEM: Final = "message_problem"
 """The column with the reason why a row can't be applied, or NULL. Never copied to the sink."""
 
@@ -95,11 +92,7 @@ class Json:
     framed: bool = False
 
     def __post_init__(self) -> None:
-        _ = self._policy
-
-    @property
-    def _policy(self) -> Policy:
-        return Policy(self.unknown, self.missing, self.wrong)
+        Policy(self.unknown, self.missing, self.wrong)
 
     @cached_property
     def _declared(self) -> StructType | None:
@@ -110,7 +103,7 @@ class Json:
         from pyspark.sql.types import StructType, VariantType
 
         fields = StructType().add("payload", VariantType()) if self._declared is None else self._declared
-        return fields, _JsonPlan(self._declared, self._policy, self.framed)
+        return fields, _JsonPlan(self._declared, Policy(self.unknown, self.missing, self.wrong), self.framed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +160,7 @@ class Avro:
             raise JobError("writer_schema: with a registry every message names its own")
 
     @cached_property
-    def _plan(self) -> AvroPlan:
+    def _planned(self) -> tuple[StructType, Plan]:
         from spark_jobs.payloads.avro import Plan
 
         registry = None if self.registry is None else _registry(self.registry)
@@ -182,14 +175,10 @@ class Avro:
         writer = None if registry is not None else _avro(self.writer_schema or self.reader_schema or "")
         plan = Plan(reader, writer, registry, Policy(self.unknown, self.missing))
         plan()
-        return plan
-
-    @cached_property
-    def _fields(self) -> StructType:
-        return self._plan.fields()
+        return plan.fields(), plan
 
     def task_plan(self) -> tuple[StructType, Plan]:
-        return self._fields, self._plan
+        return self._planned
 
 
 @dataclass(frozen=True)
@@ -229,7 +218,7 @@ class Protobuf:
             raise JobError("descriptor: must be a generated class, or a FileDescriptorSet's bytes")
 
     @cached_property
-    def _plan(self) -> ProtobufPlan:
+    def _planned(self) -> tuple[StructType, Plan]:
         from spark_jobs.payloads import protobuf as protobuf_payload
 
         registry = None if self.registry is None else _registry(self.registry)
@@ -246,14 +235,11 @@ class Protobuf:
             latest = Client(registry, "serialized").latest(self.subject)
             files, message = protobuf_payload.from_registry(latest, message)
         assert message is not None
-        return protobuf_payload.Plan(files, message, registry, Policy(self.unknown))
-
-    @cached_property
-    def _fields(self) -> StructType:
-        return self._plan.fields()
+        plan = protobuf_payload.Plan(files, message, registry, Policy(self.unknown))
+        return plan.fields(), plan
 
     def task_plan(self) -> tuple[StructType, Plan]:
-        return self._fields, self._plan
+        return self._planned
 
 
 def decoder_of(schema: str | Decoder | None) -> Decoder:

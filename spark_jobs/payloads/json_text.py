@@ -232,21 +232,9 @@ def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa:
             return _whole(path, name, bits)
     # Not isinstance: subclasses may have limits that would have to be checked.
     if type(kind) is t.StringType:
-
-        def text(value: Any) -> str:
-            if type(value) is str:
-                return value
-            raise Wrong(f"field {path}: is not a text")
-
-        return text
+        return _of_type(str, f"field {path}: is not a text")
     if isinstance(kind, t.BooleanType):
-
-        def truth(value: Any) -> bool:
-            if value is True or value is False:
-                return bool(value)
-            raise Wrong(f"field {path}: is neither true nor false")
-
-        return truth
+        return _of_type(bool, f"field {path}: is neither true nor false")
     if isinstance(kind, (t.DoubleType, t.FloatType)):
         return _floating(path, single=isinstance(kind, t.FloatType))
     if isinstance(kind, t.DecimalType):
@@ -283,6 +271,15 @@ def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa:
         f"schema: field {path}: JSON can't be read as {kind.simpleString()}; declare another type and cast it in the "
         'transform, or declare the whole payload with Json("variant")'
     )
+
+
+def _of_type(expected: type, wrong: str) -> Convert:
+    def same(value: Any) -> Any:
+        if type(value) is expected:
+            return value
+        raise Wrong(wrong)
+
+    return same
 
 
 def _whole(path: str, name: str, bits: int) -> Convert:

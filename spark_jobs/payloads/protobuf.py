@@ -201,13 +201,9 @@ def _struct(
 
     if descriptor.full_name in inside:
         raise JobError(f"message: field {path}: {descriptor.full_name} holds itself, which no column can; use Raw()")
-    kinds: list[tuple[str, t.DataType]] = []
-    converts: list[tuple[str, Convert]] = []
-    for field in descriptor.fields:
-        inner, convert = _field(field, within(path, field.name), (*inside, descriptor.full_name), policy)
-        kinds.append((field.name, inner))
-        converts.append((field.name, convert))
-    if not kinds:
+    inside = (*inside, descriptor.full_name)
+    fields = [(one.name, *_field(one, within(path, one.name), inside, policy)) for one in descriptor.fields]
+    if not fields:
         raise JobError(f"message: {descriptor.full_name} has no fields")
     strict = policy.unknown == "dead-letter"
 
@@ -216,9 +212,9 @@ def _struct(
             for extra in UnknownFieldSet(message):
                 where = f" in {path}" if path else ""
                 raise Problem(f"field number {extra.field_number}{where}: is not in the job's descriptor")
-        return {name: convert(message) for name, convert in converts}
+        return {name: convert(message) for name, _, convert in fields}
 
-    return struct_of("message", path, kinds), whole
+    return struct_of("message", path, [(name, kind) for name, kind, _ in fields]), whole
 
 
 def _field(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tuple[t.DataType, Convert]:

@@ -216,49 +216,29 @@ class BatchTable:
             "INSERT INTO batch ({0}) SELECT {0} FROM outbox_batch_held "
             "WHERE outbox_batch_held_at BETWEEN %s AND %s ORDER BY outbox_batch_held_at"
         ).format(self._listed)
-        filled = 0
-
-        def make_room(messages: int) -> None:
-            # Rolled-back rows stay in the file of ``batch``, and each statement reads all of it: the time would grow
-            # with the square of the number of rejected messages. ObjectInUse: the effect has left a cursor open.
-            nonlocal filled
-            if filled > _MOST_TAKEN_BACK:
-                with suppress(psycopg.errors.ObjectInUse), self._cursor.connection.transaction():
-                    self._cursor.execute("TRUNCATE batch")
-                filled = 0
-            filled += messages
-
-        def part(low: int, high: int) -> None:
-            self._cursor.execute("DELETE FROM batch")
-            self._cursor.execute(refill, (low, high))
-            do()
-
         self._cursor.execute("DROP TABLE IF EXISTS pg_temp.outbox_batch_held")
         # Under a name that no table of the sink has: a temporary table hides others.
         self._cursor.execute(_HOLD)
         self._cursor.execute("CREATE INDEX ON outbox_batch_held (outbox_batch_held_at)")
         places = self._cursor.execute(_HELD).fetchall()
-        return [
-            RejectedRecord(places[number - 1], "failed", shown(error), error.sqlstate)
-            for number, error in self._halves(1, len(places), part, make_room)
-        ]
-
-    def _halves(
-        self, low: int, high: int, do: Callable[[int, int], object], before: Callable[[int], object]
-    ) -> Iterator[tuple[int, psycopg.Error]]:
-        """Call ``do`` for messages ``low`` to ``high``, halving parts that fail. Yield the messages that fail alone.
-
-        do      gets the first and the last message of a part, counted from 1; called inside a savepoint.
-        before  gets the number of a part's messages; called outside of the savepoint.
-        """
-        found = 0
-        parts = [(low, high)] if low <= high else []
+        found: list[RejectedRecord] = []
+        filled = 0
+        # The first and the last message of each part, counted from 1.
+        parts = [(1, len(places))] if places else []
         while parts:
             low, high = parts.pop()
-            before(high - low + 1)
+            # Rolled-back rows stay in the file of ``batch``, and each statement reads all of it: the time would grow
+            # with the square of the number of rejected messages. ObjectInUse: the effect has left a cursor open.
+            if filled > _MOST_TAKEN_BACK:
+                with suppress(psycopg.errors.ObjectInUse), self._cursor.connection.transaction():
+                    self._cursor.execute("TRUNCATE batch")
+                filled = 0
+            filled += high - low + 1
             try:
                 with self._cursor.connection.transaction():
-                    do(low, high)
+                    self._cursor.execute("DELETE FROM batch")
+                    self._cursor.execute(refill, (low, high))
+                    do()
             except psycopg.Error as error:
                 if passing(error):
                     raise
@@ -269,12 +249,12 @@ class BatchTable:
                     # The lower half comes first: the order of offsets is the order of effects.
                     parts += [(middle + 1, high), (low, middle)]
                     continue
-                found += 1
-                if found > self._max_dead:
+                if len(found) == self._max_dead:
                     raise EffectError(
                         f"more than {self._max_dead} messages of one batch fail (max_dead); the last: {shown(error)}"
                     ) from error
-                yield low, error
+                found.append(RejectedRecord(places[low - 1], "failed", shown(error), error.sqlstate))
+        return found
 
     def _run(self) -> None:
         """Run the effect over ``batch`` inside a savepoint, and check deferred constraints."""

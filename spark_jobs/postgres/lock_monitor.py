@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import psycopg
@@ -26,32 +25,9 @@ CHECK_SECONDS: Final = 5.0
 """The interval between checks. Waits of less than a second are not reported."""
 
 
-@dataclass(frozen=True, slots=True)
-class Blocker:
-    """A session that others wait for. ``seconds``: how long its transaction has been open."""
-
-    waiting: str
-    pid: int
-    application: str
-    user: str
-    state: str
-    seconds: int
-
-    def figures(self) -> dict[str, Any]:
-        about = f"{self.application}, user {self.user}, {self.state}, its transaction is open for {self.seconds} s"
-        end = f"SELECT pg_terminate_backend({self.pid})"
-        return {"waiting": self.waiting, "blocked_by": f"session {self.pid} ({about})", "to_end_it": end}
-
-
 def names(group: str) -> tuple[str, str]:
     """Return the application names of the group's sessions: of the driver, and of its tasks."""
     return application_name(f"outbox driver {group}"), application_name(f"outbox consumer {group}")
-
-
-def blockers(connection: psycopg.Connection[Any], group: str) -> list[Blocker]:
-    """Return the sessions for which a session of the group has been waiting for more than a second."""
-    rows = connection.execute(_WAITING, {"names": list(names(group))}).fetchall()
-    return [Blocker(*row) for row in rows]
 
 
 class LockMonitor:
@@ -95,14 +71,21 @@ class LockMonitor:
         try:
             while not self._stop.wait(self._check_seconds):
                 try:
-                    found = blockers(session.connected(), self._group)
+                    values = {"names": list(names(self._group))}
+                    found = session.connected().execute(_WAITING, values).fetchall()
                 except psycopg.Error:
                     # The driver's own sessions report what is wrong with the server; nothing depends on this one.
                     session.close()
                     continue
-                for blocker in found:
-                    if blocker.pid not in reported:
-                        self._report("waiting for a lock", blocker.figures())
-                reported = {blocker.pid for blocker in found}
+                for waiting, pid, *blocker in found:
+                    if pid not in reported:
+                        self._report("waiting for a lock", _figures(waiting, pid, *blocker))
+                reported = {row[1] for row in found}
         finally:
             session.close()
+
+
+def _figures(waiting: str, pid: int, application: str, user: str, state: str, seconds: int) -> dict[str, str]:
+    about = f"{application}, user {user}, {state}, its transaction is open for {seconds} s"
+    end = f"SELECT pg_terminate_backend({pid})"
+    return {"waiting": waiting, "blocked_by": f"session {pid} ({about})", "to_end_it": end}

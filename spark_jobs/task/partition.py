@@ -205,8 +205,7 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
         # The range has only transaction markers, or the transform has filtered all of its rows.
         yield TaskResult(RangeOutcome.EMPTY).report(partition)
         return
-    named = ("message_topic", "message_part")
-    rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
+    rows = _of_one(partition, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
     yield _run(plan, partition, Feed(plan.required, rows, plan.max_dead), batches).report(partition)
 
 
@@ -389,12 +388,12 @@ def _applied(feed: Feed, fresh: int, committed: float | None) -> TaskResult:
     return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh, behind=aside, size=feed.size, committed=committed)
 
 
-def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _of_one(partition: Partition, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Return the batches. Raises EffectError at a row of another partition: the task of that one would miss it."""
     import pyarrow.compute as pc
 
     for batch in batches:
-        for name, value in zip(names, partition, strict=True):
+        for name, value in zip(("message_topic", "message_part"), partition, strict=True):
             column = batch.column(name)
             if column.null_count or not pc.all(pc.equal(column, value)).as_py():
                 raise EffectError(

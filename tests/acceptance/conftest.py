@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from secured import SecuredKafka, secured_kafka
@@ -12,8 +15,13 @@ from wal_support import wal
 __all__ = ["order", "wal"]
 
 
-@pytest.fixture(scope="session")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
-    """A Kafka that wants TLS, passwords or tokens, and rights; conftest.group has its tests in one process."""
-    with secured_kafka(tmp_path_factory.mktemp("tls")) as kafka:
+@contextmanager
+def _secured() -> Iterator[SecuredKafka]:
+    with tempfile.TemporaryDirectory(prefix="outbox-tls-") as directory, secured_kafka(Path(directory)) as kafka:
         yield kafka
+
+
+@pytest.fixture(scope="module")
+def secured(of_group) -> SecuredKafka:
+    """A Kafka that wants TLS, passwords or tokens, and rights; conftest.group has its tests in one process."""
+    return of_group.once(_secured)

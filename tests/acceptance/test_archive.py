@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from failing_relays import DELIVERIES, add, delivery, event, headers, lease_runs_out, names, outbox, routes, url
-from support import drained, look_up, wait_until
+from failing_relays import DELIVERIES, add, delivery, event, headers, names, outbox, routes, url
+from support import drained, end_leases, look_up, wait_until
 
 __all__ = ["delivery", "url"]
 
@@ -25,7 +25,7 @@ def test_after_a_kill_each_event_is_archived_once(url, outbox_kafka, outbox_rela
     relay = outbox_relay(env=routes(Order=topic) | {"OUTBOX_FAILPOINTS": point}, **settings)
     assert relay.wait() == -9
     assert places(url) == {}
-    lease_runs_out(url)
+    end_leases(url)
     outbox_relay(env=routes(Order=topic), **settings)
     drained(url)
     wait_until(lambda: len(places(url)) == 5, what="the archive")

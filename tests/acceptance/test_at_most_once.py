@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from failing_relays import (
-    SMALL,
-    add,
-    dead,
-    event,
-    lease_runs_out,
-    names,
-    routes,
-    url,
-)
-from support import backlog, drained, ends, wait_until
+from failing_relays import SMALL, add, dead, event, names, routes, url
+from support import backlog, drained, end_leases, ends, wait_until
 
 __all__ = ["url"]
 
@@ -36,7 +27,7 @@ def test_at_most_once_a_kill_loses_at_most_a_batch_and_doubles_nothing(url, outb
     relay = outbox_relay(env=routes(Order=topic) | {"OUTBOX_FAILPOINTS": point}, **AT_MOST_ONCE)
     assert relay.wait() == -9
     assert backlog(url) == left
-    lease_runs_out(url)
+    end_leases(url)
     outbox_relay(env=routes(Order=topic), **AT_MOST_ONCE)
     drained(url)
     wait_until(lambda: names(outbox_kafka.consume(topic))[-1:] == sent[-1:], what="the last event")

@@ -9,18 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
-from support import (
-    Load,
-    await_stops,
-    backlog,
-    check,
-    end_leases,
-    halted,
-    look_up,
-    owners,
-    wait_until,
-    write,
-)
+from support import Load, await_stops, backlog, check, end_leases, halted, look_up, owners, wait_until, write
 from wal_support import run_outbox
 
 from outbox import Event
@@ -91,12 +80,7 @@ def test_stopped_at_every_step_and_woken_after_the_take_over(
 ):
     """SIGSTOP midway, past the lease; another relay takes the lanes; SIGCONT. The sleeper must change nothing."""
     url, (kind, topic) = outbox_postgres.url, order
-    points = [
-        "takeover.marker_read",
-        "txn.marker_sent",
-        "txn.confirmed",
-        "txn.committed",
-    ]
+    points = ["takeover.marker_read", "txn.marker_sent", "txn.confirmed", "txn.committed"]
     with Load(url, kind) as load:
         for point in points:
             # All lanes are taken over at once.

@@ -11,7 +11,6 @@ from failing_relays import (
     delivery,
     event,
     headers,
-    lease_runs_out,
     let_pass,
     names,
     outbox,
@@ -20,7 +19,7 @@ from failing_relays import (
     wait_for_dead,
 )
 from rows_and_roles import login_role
-from support import Crashes, backlog, drained, ends, look_up, wait_until
+from support import Crashes, backlog, drained, end_leases, ends, look_up, wait_until
 
 from relay.operations.roles import RoleKind, grants
 
@@ -132,7 +131,7 @@ def test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done(
     assert look_up(url, "SELECT event_type FROM outbox.events WHERE headers ? 'outbox-dead-letter'") == []
     assert {("a1",), ("a2",)} <= set(look_up(url, "SELECT event_type FROM outbox.events"))
     assert (dead(url), look_up(url, "SELECT * FROM outbox.failures")) == ([], [])
-    lease_runs_out(url)
+    end_leases(url)
     relay = outbox_relay(env=allowed, **settings)
     wait_for_dead(url, "a1")
     assert names(outbox_kafka.consume(copies, 1)) == ["a1"]

@@ -90,36 +90,26 @@ def test_a_killed_relay_that_comes_back_under_its_name_takes_its_lanes(
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def holding_all(outbox_relay, url: str, instance: str):
-    """Start a relay and wait until it has all lanes."""
-    relay = outbox_relay(relay__instance=instance, relay__lease_seconds=LEASE)
-    wait_until(lambda: owners(url) == {instance: 4}, what="the relay to have all lanes")
-    return relay
-
-
-def test_a_halted_relay_keeps_its_lanes_until_its_leases_end(outbox_postgres, outbox_kafka, outbox_relay, observer):
+def test_a_relay_keeps_its_lanes_when_its_connections_break_or_it_is_halted(
+    outbox_postgres, outbox_kafka, outbox_relay, observer
+):
     url = outbox_postgres.url
-    relay = holding_all(outbox_relay, url, "halted")
-    looks = observer(url)
-    relay.pause()
-    assert never_free(looks)
-    relay.kill()
-    # The difference is its session.
-    wait_until(lambda: looks.distribution().free == 4, what="the lanes to be free")
-
-
-def test_a_relay_whose_connections_break_keeps_its_lanes(outbox_postgres, outbox_kafka, outbox_relay, observer):
-    url = outbox_postgres.url
-    relay = holding_all(outbox_relay, url, "relay")
+    relay = outbox_relay(relay__instance="relay", relay__lease_seconds=LEASE)
+    wait_until(lambda: owners(url) == {"relay": 4}, what="the relay to have all lanes")
     looks = observer(url)
     looks.distribution()
     before = look_up(url, SESSIONS)
     end_sessions(url, "relay")
     looks.distribution()
     wait_until(lambda: look_up(url, SESSIONS) != before, what="another session of the relay")
-    assert never_free(looks)
+    assert never_free(looks), "broken connections"
     assert look_up(url, "SELECT DISTINCT owner, epoch FROM outbox.lanes") == [("relay", 1)]
     assert relay.running
+    relay.pause()
+    assert never_free(looks), "halted"
+    relay.kill()
+    # The difference is its session.
+    wait_until(lambda: looks.distribution().free == 4, what="the lanes to be free")
 
 
 def test_a_relay_whose_lanes_were_taken_while_it_lives_lets_go_of_them(

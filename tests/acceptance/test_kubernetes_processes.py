@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,13 +11,8 @@ from typing import Any
 
 import psycopg
 from containers import Container
-from manifests import (
-    MIGRATE,
-    PODS,
-    ROOT,
-    SECRETS,
-    containers,
-)
+from manifests import MIGRATE, PODS, ROOT, SECRETS, containers
+from shown import get
 from support import look_up, wait_until
 
 from outbox import Event, Outbox
@@ -72,23 +65,13 @@ def answers(container: Container, name: str, kind: str) -> bool:
     """Ask what a probe of the manifests asks."""
     probe = containers(PODS[name])[0][kind]
     host, port = address(container).split(":")
+    if "httpGet" in probe:
+        return get(f"http://{host}:{port}{probe['httpGet']['path']}")[0] == 200
     try:
-        if "tcpSocket" in probe:
-            socket.create_connection((host, int(port)), timeout=5).close()
-        else:
-            urllib.request.urlopen(f"http://{host}:{port}{probe['httpGet']['path']}", timeout=5).close()
-    except OSError:  # an HTTPError is one
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
         return False
     return True
-
-
-def verbose(container: Container) -> str:
-    try:
-        with urllib.request.urlopen(f"http://{address(container)}/readyz?verbose", timeout=5) as answer:
-            return answer.read().decode()
-    except urllib.error.HTTPError as not_ready:
-        with not_ready:
-            return not_ready.read().decode()
 
 
 PROXY_SECRET = "between-the-proxy-and-the-page"
@@ -96,12 +79,7 @@ PROXY_SECRET = "between-the-proxy-and-the-page"
 
 def page(container: Container, headers: Mapping[str, str]) -> tuple[int, str]:
     origin = container.environment["OUTBOX_WEB__ORIGIN"].removeprefix("https://")
-    request = urllib.request.Request(f"http://{address(container)}/", headers={"Host": origin, **headers})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as refused:
-        return refused.code, ""
+    return get(f"http://{address(container)}/", {"Host": origin, **headers})
 
 
 def order(number: int, seq: int) -> Event:
@@ -191,5 +169,6 @@ def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_pa
             # Kafka does not answer: the relay lives, and its pod ends within its time. `running` checks that.
             kafka.pause_broker(0)
             write(4)
-            wait_until(lambda: "kafka_unavailable" in verbose(new), 60, "the relay to wait for Kafka")
+            waits = f"http://{address(new)}/readyz?verbose"
+            wait_until(lambda: "kafka_unavailable" in get(waits)[1], 60, "the relay to wait for Kafka")
             assert answers(new, "outbox-relay", "livenessProbe")

@@ -6,17 +6,7 @@ import contextlib
 
 import psycopg
 import pytest
-from pause_support import (
-    WAYS,
-    Draining,
-    Published,
-    TwoKinds,
-    obeyed,
-    pause,
-    read,
-    resume,
-    scope_named,
-)
+from pause_support import WAYS, Draining, Published, TwoKinds, obeyed, pause, read, resume, scope_named
 from shown import Shown
 from support import backlog, check, end_leases, ends, look_up, owners, wait_until
 from wal_support import held_by, run_outbox, set_up, status, streaming, switch, to_wal

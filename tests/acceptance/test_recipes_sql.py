@@ -13,11 +13,10 @@ import psycopg
 import pytest
 from psycopg import sql
 from recipes_support import RECIPES
-from rows_and_roles import drop_role
+from rows_and_roles import login_role
 from support import look_up, numbers_by_key, wait_until
 from typer.testing import CliRunner
 
-from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
 
 TRIGGER = (RECIPES / "trigger.sql").read_bytes()
@@ -27,13 +26,9 @@ SKUS = ["coffee", "milk", "tea"]
 class Shop:
     """The table with its trigger, its owner, and a role that may change the table's rows and do nothing else."""
 
-    def __init__(self, database: Database) -> None:
-        self.url = database.url
-        self.owner, self.support = f"shop_{token()}", f"support_{token()}"
-        self._admin = database.connect(autocommit=True)
-        for role in (self.owner, self.support):
-            self._admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
-        self._admin.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(sql.Identifier(self.owner)))
+    def __init__(self, admin: psycopg.Connection[Any], url: str, owner: str, support: str) -> None:
+        self.url, self.owner, self.support = url, owner, support
+        admin.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(sql.Identifier(self.owner)))
         granted = CliRunner().invoke(
             app, ["db", "roles", f"writer={self.owner}", "--apply"], env={"OUTBOX_DATABASE_URL": self.url}
         )
@@ -47,16 +42,15 @@ class Shop:
         """Connect as whoever changes rows by hand."""
         return psycopg.connect(self.url, user=self.support)
 
-    def drop_roles(self) -> None:
-        for role in (self.support, self.owner):
-            drop_role(self._admin, role)
-
 
 @pytest.fixture
 def shop(outbox_postgres) -> Iterator[Shop]:
-    shop = Shop(outbox_postgres)
-    yield shop
-    shop.drop_roles()
+    with (
+        outbox_postgres.connect(autocommit=True) as admin,
+        login_role(admin, "shop") as owner,
+        login_role(admin, "support") as support,
+    ):
+        yield Shop(admin, outbox_postgres.url, owner, support)
 
 
 @pytest.fixture

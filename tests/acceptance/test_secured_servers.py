@@ -56,7 +56,7 @@ def provide(request: CredentialRequest) -> Credential:
     if request.purpose == "postgres":
         return Credential(CURRENT["password"])
     until = time.time() + 3
-    return Credential(credential_provider.unsigned("outbox", until), until, "outbox")
+    return Credential(credential_provider.unsigned(until), until, "outbox")
 
 
 def fail(request: CredentialRequest) -> Credential:

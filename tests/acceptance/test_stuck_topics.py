@@ -7,18 +7,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
-from support import (
-    Load,
-    check,
-    drained,
-    end_leases,
-    ends,
-    logged,
-    look_up,
-    numbers_by_key,
-    wait_until,
-    write,
-)
+from support import Load, check, drained, end_leases, ends, logged, look_up, numbers_by_key, wait_until, write
 from wal_support import to_wal
 
 from outbox import Event

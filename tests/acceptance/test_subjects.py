@@ -6,7 +6,7 @@ import datetime as dt
 
 import psycopg
 import pytest
-from failing_relays import DELIVERIES, QUICK, SMALL, delivery, headers, let_pass, outbox, routes, url, wait_for_dead
+from failing_relays import SMALL, delivery, headers, let_pass, outbox, routes, url, wait_for_dead
 from support import drained, look_up, wait_until
 from wal_support import to_wal
 
@@ -24,19 +24,25 @@ def seen(messages: list) -> list[tuple[str, str, bytes]]:
     return [(headers(each)["event-type"], headers(each)["ce_subject"], each.key()) for each in messages]
 
 
-def ordered(url: str, topics, relay, settings) -> None:
+@pytest.mark.parametrize(("source", "promise"), [("polling", "at-least-once"), ("wal", "exactly-once")])
+def test_subjects_of_one_key_keep_its_order(url, outbox_kafka, outbox_relay, delivery, wal, source, promise):
     """A dead letter of order-1 holds up the order-2 of its customer; after that all keep their subjects."""
-    topic = topics.create_topic(topics.name("orders"), config=SMALL)
+    settings = delivery | {"delivery": promise}
+    if source == "wal":
+        settings |= wal
+        to_wal(url, wal)
+    topic = outbox_kafka.create_topic(outbox_kafka.name("orders"), config=SMALL)
     with psycopg.connect(url) as connection:
         first = about("order-1", "a", bytes(range(256)) * 100), about("order-2", "b"), about(None, "c")
         for event in first:
             Outbox().add(connection, event)
         Outbox().add(connection, about("order-3", "d"), delay=dt.timedelta())
-    relay(env=routes(Order=topic) | {"OUTBOX_KAFKA__COMPRESSION_TYPE": "none"}, relay__archive_days=7, **settings)
+    env = routes(Order=topic) | {"OUTBOX_KAFKA__COMPRESSION_TYPE": "none"}
+    outbox_relay(env=env, relay__archive_days=7, **settings)
     wait_for_dead(url, "a")
     wait_until(lambda: look_up(url, "SELECT 1 FROM outbox.scheduled") == [], what="the scheduled event to be due")
-    assert topics.consume(topic) == []
-    let_pass(topics, topic)
+    assert outbox_kafka.consume(topic) == []
+    let_pass(outbox_kafka, topic)
     outbox(url, "dead-letters", "retry", "--all")
     drained(url)
     expected = [
@@ -45,29 +51,9 @@ def ordered(url: str, topics, relay, settings) -> None:
         ("c", "customer-7", b"customer-7"),
         ("d", "order-3", b"customer-7"),
     ]
-    assert seen(topics.consume(topic)) == expected
+    assert seen(outbox_kafka.consume(topic)) == expected
     archived = "SELECT count(*) FROM outbox.published"
     wait_until(lambda: look_up(url, archived) == [(4,)], what="the archive")
     assert outbox(url, "replay", "--aggregate", "Order/customer-7", "--yes")["sent"] == 4
     drained(url)
-    assert seen(topics.consume(topic)) == 2 * expected
-
-
-@pytest.mark.parametrize("delivery", DELIVERIES, indirect=True)
-def test_subjects_of_one_key_keep_its_order(url, outbox_kafka, outbox_relay, delivery):
-    ordered(url, outbox_kafka, outbox_relay, delivery)
-
-
-def test_subjects_of_one_key_keep_its_order_in_the_wal(url, outbox_kafka, outbox_relay, wal):
-    to_wal(url, wal)
-    ordered(url, outbox_kafka, outbox_relay, QUICK | wal | {"delivery": "exactly-once"})
-
-
-@pytest.mark.parametrize("which", ["cloudevents", "debezium"])
-def test_each_set_of_headers_has_a_subject_of_its_own(url, outbox_kafka, outbox_relay, delivery, which):
-    topic = outbox_kafka.create_topic(outbox_kafka.name("orders"))
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [about("order-1", "a"), about(None, "b")])
-    outbox_relay(env=routes(Order=topic), headers=which, **delivery)
-    found = [dict(each.headers()).get("ce_subject") for each in outbox_kafka.consume(topic, 2)]
-    assert found == [b"order-1", {"cloudevents": b"customer-7", "debezium": None}[which]]
+    assert seen(outbox_kafka.consume(topic)) == 2 * expected

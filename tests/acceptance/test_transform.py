@@ -18,11 +18,7 @@ from docs_support import blocks
 from support import wait_until
 from transform_support import Place, copied, doubled, running
 
-from outbox.transform import (
-    InputLost,
-    Record,
-    Transformer,
-)
+from outbox.transform import InputLost, Record, Transformer
 from relay.kafka.offsets import Offsets, Partition
 
 

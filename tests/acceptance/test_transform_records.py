@@ -108,33 +108,27 @@ def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
     return transform
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "problem"),
-    [
-        (lambda place: Record(place.target, b"k", bytes(2_000_000)), TransformFailed, "too large"),
-        (lambda place: Record(place.narrow, b"k", bytes(5_000)), TransformFailed, "too large.*raise max"),
-        (lambda place: Record(place.target, b"k", b"", partition=99), TransformFailed, "Unknown partition"),
-        (lambda place: Record(place.absent, b"k", b""), KafkaRefused, "can't produce: .*[Uu]nknown topic"),
-        (lambda _: (b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
-        (lambda place: Record(place.target, b"k", 7), TransformFailed, "TypeError"),
-    ],
-    ids=["for this client", "for the topic", "partition", "topic", "no record", "value"],
-)
-def test_records_that_can_not_be_produced(place, outbox_kafka, wrong, error, problem):
+def test_records_that_can_not_be_produced(place, outbox_kafka):
     """Nothing of the transaction is committed, and the error says which message it was."""
-    place.narrow = outbox_kafka.create_topic(outbox_kafka.name("narrow"), 1, {"max.message.bytes": "1000"})
-    place.absent = outbox_kafka.name("absent")
+    narrow = outbox_kafka.create_topic(outbox_kafka.name("narrow"), 1, {"max.message.bytes": "1000"})
+    wrongs = (
+        (Record(place.target, b"k", bytes(2_000_000)), TransformFailed, "too large"),
+        (Record(narrow, b"k", bytes(5_000)), TransformFailed, "too large.*raise max"),
+        (Record(place.target, b"k", b"", partition=99), TransformFailed, "Unknown partition"),
+        (Record(outbox_kafka.name("absent"), b"k", b""), KafkaRefused, "can't produce: .*[Uu]nknown topic"),
+        ((b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
+        (Record(place.target, b"k", 7), TransformFailed, "TypeError"),
+    )
     place.feed(range(10))
-    # All in one transaction: it waits for a batch that is full.
-    member = place.member(records(place, wrong(place)), batch=10, batch_seconds=30.0)
-    with pytest.raises(error, match=problem) as caught:
-        member.run()
-    assert (place.position(), member.committed) == (0, 0)
-    if error is TransformFailed:
-        [number] = [n for n, at in place.where.items() if at == (caught.value.partition, caught.value.offset)]
-        assert number == 7
-    mended = place.member(copied(place))
-    with running(mended):
+    for wrong, error, problem in wrongs:
+        # All in one transaction: it waits for a batch that is full.
+        member = place.member(records(place, wrong), batch=10, batch_seconds=30.0)
+        with pytest.raises(error, match=problem) as caught:
+            member.run()
+        assert (place.position(), member.committed) == (0, 0), problem
+        if error is TransformFailed:
+            assert (caught.value.partition, caught.value.offset) == place.where[7], problem
+    with running(place.member(copied(place))):
         wait_until(lambda: place.position() == 10, 60, "the end")
     assert place.come(10) == {f"k{n}": [n] for n in range(10)}
 

@@ -14,19 +14,7 @@ from confluent_kafka.admin import (
     ResourcePatternType,
     ResourceType,
 )
-from failing_relays import (
-    DELIVERIES,
-    SMALL,
-    add,
-    dead,
-    delivery,
-    event,
-    let_pass,
-    names,
-    routes,
-    url,
-    wait_for_dead,
-)
+from failing_relays import DELIVERIES, SMALL, add, dead, delivery, event, let_pass, names, routes, url, wait_for_dead
 from support import backlog, drained, ends, look_up, wait_until
 
 from outbox._app import migrate as db
@@ -36,10 +24,7 @@ __all__ = ["delivery", "url"]
 
 
 def deny(
-    cluster: KafkaCluster,
-    topic: str,
-    operation: AclOperation,
-    permission: AclPermissionType = AclPermissionType.DENY,
+    cluster: KafkaCluster, topic: str, operation: AclOperation, permission: AclPermissionType = AclPermissionType.DENY
 ) -> None:
     rule = AclBinding(ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, "User:*", "*", operation, permission)
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers})

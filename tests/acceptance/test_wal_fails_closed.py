@@ -259,8 +259,19 @@ def test_what_happens_to_the_table(stage, outbox_kafka, order):
     assert check(stage.url, outbox_kafka.consume(topic)) == 0
 
 
-def test_an_outbox_that_is_polled_or_not_set_up(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
+def goes_on(relay, url, kafka, order, wal) -> None:
+    """What a relay waits for is set up under load."""
     kind, topic = order
+    with Load(url, kind) as load:
+        load.more(20)
+        set_up(url, wal)
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        load.drain()
+    ends(relay)
+    assert check(url, kafka.consume(topic)) == 0
+
+
+def test_an_outbox_that_is_polled_or_not_set_up(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
     url, wal = outbox_postgres.url, wal | {"delivery": "exactly-once"}
     relay = outbox_relay(**wal)
     relay.wait_for_log("this outbox is read from another source; this relay waits. See `outbox relay switch`")
@@ -268,13 +279,7 @@ def test_an_outbox_that_is_polled_or_not_set_up(outbox_postgres, outbox_kafka, o
         # As if the tables had been copied to another server, without the slot.
         admin.execute("UPDATE outbox.lanes SET source = 'wal'")
         relay.wait_for_log("is not set up for this outbox: run `outbox cdc setup`")
-        with Load(url, kind) as load:
-            load.more(20)
-            set_up(url, wal)
-            wait_until(lambda: streaming(url), 30, "the lanes to stream")
-            load.drain()
-    ends(relay)
-    assert check(url, outbox_kafka.consume(topic)) == 0
+        goes_on(relay, url, outbox_kafka, order, wal)
 
 
 def test_a_database_that_is_not_utf8(outbox_postgres_server, outbox_kafka, outbox_relay, wal):
@@ -300,7 +305,7 @@ def test_a_database_that_is_not_utf8(outbox_postgres_server, outbox_kafka, outbo
 
 
 def test_a_server_without_logical_wal(private_postgres, outbox_kafka, outbox_relay, wal, order):
-    (kind, topic), wal = order, wal | {"delivery": "exactly-once"}
+    wal = wal | {"delivery": "exactly-once"}
     server = private_postgres({"wal_level": "replica"})
     url = private_postgres.database(server).url
     clear = "wal_level is 'replica': set wal_level = logical and restart Postgres, or use source=polling"
@@ -314,10 +319,4 @@ def test_a_server_without_logical_wal(private_postgres, outbox_kafka, outbox_rel
         admin.execute("ALTER SYSTEM SET wal_level = 'logical'")
     server.stop()
     server.start()
-    with Load(url, kind) as load:
-        load.more(20)
-        set_up(url, wal)
-        wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        load.drain()
-    ends(relay)
-    assert check(url, outbox_kafka.consume(topic)) == 0
+    goes_on(relay, url, outbox_kafka, order, wal)

@@ -79,10 +79,7 @@ def _one(course: Course, site: KafkaSite, given: argparse.Namespace) -> bool:
         print(f"FAILED: {name} did not end, see {folder}", flush=True)
         return False
     if given.mutation == "none":
-        table.append(
-            given.rows,
-            {"date": date.isoformat(timespec="seconds"), "commit": _commit(), **result.as_json()},
-        )
+        table.append(given.rows, {"date": date.isoformat(timespec="seconds"), "commit": _commit(), **result.as_json()})
         table.write(given.rows, given.page)
     print(f"{'sound' if result.sound else 'ANOMALIES'}: {name}: {result.verdict}", flush=True)
     print(f"  {result.as_json()}", flush=True)
@@ -118,10 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the load and the faults go on")
     parser.add_argument("--source", nargs="+", choices=("polling", "wal"), default=["polling", "wal"])
     parser.add_argument(
-        "--delivery",
-        nargs="+",
-        choices=("at-least-once", "exactly-once"),
-        default=["at-least-once", "exactly-once"],
+        "--delivery", nargs="+", choices=("at-least-once", "exactly-once"), default=["at-least-once", "exactly-once"]
     )
     parser.add_argument("--brokers", nargs="+", type=int, choices=(1, 3), default=[1, 3])
     parser.add_argument(

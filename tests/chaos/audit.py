@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from support import nested
+
 from chaos.checker import RepeatBound, Verdict
 from chaos.payments import GROUP
 from chaos.stage import Stage
@@ -66,11 +68,6 @@ def compare_with_audit(stage: Stage, verdict: Verdict, bound: RepeatBound, *, su
 
 def _nested(settings: Mapping[str, Any], url: str) -> dict[str, Any]:
     """Return settings as ``load`` takes them, with an address past the proxies."""
-    given: dict[str, Any] = {"kafka": {"bootstrap.servers": settings["bootstrap_servers"]}}
-    for name, value in settings.items():
-        section, _, inner = name.partition("__")
-        if inner and section != "kafka":
-            given.setdefault(section, {})[inner] = value
-        elif not inner and name != "bootstrap_servers":
-            given[name] = value
-    return given | {"database_url": url, "routes": json.loads(settings["routes"])}
+    given = nested(settings)
+    kafka = {"bootstrap.servers": given.pop("bootstrap_servers")}
+    return given | {"kafka": kafka, "database_url": url, "routes": json.loads(settings["routes"])}

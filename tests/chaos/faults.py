@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Generic, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import kafka_proxy
 import psutil
 from kafka_proxy import Action, KafkaProxy
 from proxy import TcpProxy
 from standby import Standby
+from support import MUTANT
 
 from chaos.course import RELAYS, Course, Fault
+from chaos.threads import Threads
 from outbox.sandbox.errors import ServiceError
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
@@ -42,15 +42,10 @@ _ACTIONS: Final[dict[str, Action]] = {
 _HALTED_SECONDS: Final = 6.0
 _END_SECONDS: Final = 15.0
 
-_MUTANT: Final = str(Path(__file__).parents[1] / "support" / "mutant.py")
-
 
 def program(mutation: str) -> tuple[str, ...]:
     """Return how the command line is started, with a guard taken out."""
-    return ("-m", "relay.cli") if mutation == "none" else (_MUTANT, mutation)
-
-
-Healed = Callable[[str], None]
+    return ("-m", "relay.cli") if mutation == "none" else (MUTANT, mutation)
 
 
 @dataclass
@@ -216,55 +211,38 @@ class _Step(Generic[_P]):
     begins: bool = field(compare=False)
 
 
-class Hand(Generic[_P]):
-    """Carries out one track of the course in a thread."""
+class Hand(Threads, Generic[_P]):
+    """Carries out one track of the course in a thread; ``healed`` is called when a step has ended.
 
-    def __init__(self, name: str, planned: Sequence[_P], healed: Healed) -> None:
+    ``stop`` lets it finish the step in hand, and heal what is broken.
+    """
+
+    def __init__(self, name: str, planned: Sequence[_P], healed: Callable[[], None] = lambda: None) -> None:
         self._healed = healed
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
         steps: list[_Step[_P]] = []
         for number, each in enumerate(planned):
             steps.append(_Step(each.at, 2 * number, each, begins=True))
             steps.append(_Step(each.at + each.seconds, 2 * number + 1, each, begins=False))
         self._steps = sorted(steps)
         self.done: list[_P] = []
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def stop(self) -> None:
-        """Finish the step in hand, heal what is broken, and raise what went wrong."""
-        self._stop.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        super().__init__({name: self._run}, seconds=None)
 
     def _run(self) -> None:
-        try:
-            started = time.monotonic()
-            for step in self._steps:
-                while not self._stop.is_set() and time.monotonic() < started + step.at:
-                    self._stop.wait(min(max(started + step.at - time.monotonic(), 0.001), 0.25))
-                    self._meanwhile()
-                if self._stop.is_set() and step.begins:
-                    continue
-                if step.begins:
-                    self._begin(step.planned)
-                    self.done.append(step.planned)
-                elif step.planned in self.done:
-                    self._end(step.planned)
-                    self._healed(step.planned.name)
-            while not self._stop.wait(0.25):
+        started = time.monotonic()
+        for step in self._steps:
+            while not self._stop.is_set() and time.monotonic() < started + step.at:
+                self._stop.wait(min(max(started + step.at - time.monotonic(), 0.001), 0.25))
                 self._meanwhile()
-        except BaseException as error:  # noqa: BLE001 - raised again by stop()
-            self._error = error
+            if self._stop.is_set() and step.begins:
+                continue
+            if step.begins:
+                self._begin(step.planned)
+                self.done.append(step.planned)
+            elif step.planned in self.done:
+                self._end(step.planned)
+                self._healed()
+        while not self._stop.wait(0.25):
+            self._meanwhile()
 
     def _meanwhile(self) -> None:
         pass
@@ -279,7 +257,7 @@ class Hand(Generic[_P]):
 class RelayHand(Hand[Fault]):
     """Kills, stops and halts relays, and replaces those that ended."""
 
-    def __init__(self, course: Course, relays: Relays, healed: Healed) -> None:
+    def __init__(self, course: Course, relays: Relays, healed: Callable[[], None]) -> None:
         super().__init__("relay-hand", [each for each in course.faults if each.name.startswith("relay")], healed)
         self._relays = relays
 
@@ -315,7 +293,7 @@ class RelayHand(Hand[Fault]):
 class ServerHand(Hand[Fault]):
     """Strikes Postgres, the brokers and the networks on both sides of the relays."""
 
-    def __init__(self, course: Course, servers: Servers, healed: Healed) -> None:
+    def __init__(self, course: Course, servers: Servers, healed: Callable[[], None]) -> None:
         super().__init__("server-hand", [each for each in course.faults if not each.name.startswith("relay")], healed)
         self._servers = servers
 

@@ -249,7 +249,7 @@ class MemberHand(Hand[Fault]):
     """Kills, stops and halts members, and replaces those that ended."""
 
     def __init__(self, course: Course, members: Members) -> None:
-        super().__init__("member-hand", course.member_faults, lambda _: None)
+        super().__init__("member-hand", course.member_faults)
         self._members = members
 
     def _meanwhile(self) -> None:

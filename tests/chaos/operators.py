@@ -79,7 +79,7 @@ class OperatorHand(Hand[Act]):
     def __init__(
         self, course: Course, stage: Stage, relays: Relays, reader: LiveReader, log: Path, mutation: str = "none"
     ) -> None:
-        super().__init__("operator-hand", course.acts, lambda _: None)
+        super().__init__("operator-hand", course.acts)
         self._stage = stage
         self._settings = {name: value for name, value in stage.settings.items() if name != "database_url"}
         self._settings["kafka__bootstrap_servers"] = self._settings.pop("bootstrap_servers")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 import confluent_kafka
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from chaos.history import STRANGER, EventIds, Message, Place, Sightings, digest_of
+from chaos.threads import Threads
 from outbox.consumer.messages import headers_of
 from outbox.event import CE_ID, REPLAY
 from outbox.sandbox._process import wait_for
@@ -116,7 +117,7 @@ def read_all(topics: Topics, names: Sequence[str], take: Callable[[confluent_kaf
         consumer.close()
 
 
-class LiveReader:
+class LiveReader(Threads):
     """Follows topics from their beginning, in a thread, and keeps what it saw where. A topic may come later."""
 
     def __init__(self, topics: Topics, ids: EventIds, on_event: Callable[[int], None]) -> None:
@@ -128,9 +129,7 @@ class LiveReader:
         self._new: list[TopicPartition] = []
         self._followed: set[Place] = set()
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="live-reader", daemon=True)
+        super().__init__({"live-reader": self._run})
 
     def follow(self, names: Sequence[str]) -> None:
         """Read these topics too, with the partitions that they have now. Raises ServiceError when one has no leader."""
@@ -139,34 +138,18 @@ class LiveReader:
             self._new += [each for each in partitions if (each.topic, each.partition) not in self._followed]
             self._followed |= {(each.topic, each.partition) for each in partitions}
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
+        super().__exit__()
         self._consumer.close()
 
-    def stop(self) -> None:
-        """End, and raise what ended it before."""
-        self._stop.set()
-        self._thread.join(60)
-        assert not self._thread.is_alive(), "the live reader does not end"
-        if self._error is not None:
-            raise self._error
-
     def _run(self) -> None:
-        try:
-            while not self._stop.is_set():
-                with self._lock:
-                    new, self._new = self._new, []
-                if new:
-                    self._consumer.incremental_assign(new)
-                for message in self._consumer.consume(500, 0.1):
-                    self._take(message)
-        except BaseException as error:  # noqa: BLE001 - raised again by stop()
-            self._error = error
+        while not self._stop.is_set():
+            with self._lock:
+                new, self._new = self._new, []
+            if new:
+                self._consumer.incremental_assign(new)
+            for message in self._consumer.consume(500, 0.1):
+                self._take(message)
 
     def _take(self, message: confluent_kafka.Message) -> None:
         error = message.error()

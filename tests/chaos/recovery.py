@@ -7,11 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import psycopg
 
 from chaos.history import writer_and_number
+from chaos.threads import Threads
 from chaos.workload import Pace
 
 _EVERY: Final = 0.2
@@ -27,7 +28,6 @@ class Recovery:
     caught_up    until nothing is left of what was in the outbox after the healing. ``mark``: the highest id of it.
     """
 
-    fault: str
     healed_at: float
     numbers: Mapping[int, int]
     first_read: float | None = None
@@ -35,7 +35,7 @@ class Recovery:
     caught_up: float | None = None
 
 
-class RecoveryWatch:
+class RecoveryWatch(Threads):
     """Looks at the outbox five times a second, past the proxies. Holds the writers back while the outbox is full.
 
     Other things may be struck meanwhile: that is part of the time. ``kinds`` are the aggregate types that nothing but
@@ -50,13 +50,12 @@ class RecoveryWatch:
         self._numbers = numbers
         self._unread = False
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="recovery-watch", daemon=True)
+        super().__init__({"recovery-watch": self._run})
 
-    def healed(self, fault: str) -> None:
+    def healed(self) -> None:
         """Begin to watch a recovery."""
         with self._lock:
-            self.recoveries.append(Recovery(fault, time.monotonic(), dict(self._numbers())))
+            self.recoveries.append(Recovery(time.monotonic(), dict(self._numbers())))
             self._unread = True
 
     def read(self, event: int) -> None:
@@ -82,14 +81,6 @@ class RecoveryWatch:
         """Return what it took until the backlog was published, in order of length."""
         with self._lock:
             return sorted(each.caught_up for each in self.recoveries if each.caught_up is not None)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
 
     def _run(self) -> None:
         connection: psycopg.Connection[Any] | None = None

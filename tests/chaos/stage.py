@@ -11,13 +11,7 @@ from typing import Any, Final, Self
 
 import psycopg
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import (  # type: ignore[attr-defined]
-    AlterConfigOpType,
-    ConfigEntry,
-    ConfigResource,
-    NewPartitions,
-    ResourceType,
-)
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewPartitions, ResourceType  # type: ignore[attr-defined]
 from hostile_messages import TOPIC as ANY_TIME
 from kafka_proxy import KafkaProxy, ProxiedKafka
 from proxy import TcpProxy

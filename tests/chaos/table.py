@@ -74,16 +74,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     by_configuration: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         by_configuration[tuple(row[name] for name in _CONFIGURATION)].append(row)
-    columns = (
-        *_CONFIGURATION,
-        "runs",
-        "events",
-        "faults",
-        "repeats",
-        "recovery",
-        "caught up",
-        "anomalies",
-    )
+    columns = (*_CONFIGURATION, "runs", "events", "faults", "repeats", "recovery", "caught up", "anomalies")
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
     for configuration, runs in sorted(by_configuration.items()):

@@ -1,4 +1,4 @@
-"""Threads of a run that write until they are stopped."""
+"""Threads of a run, which go on until they are stopped."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from typing import Final, Self
 
 from outbox.sandbox._process import patience
 
-_END_SECONDS: Final = 60.0
+_END_SECONDS: Final = 60.0 * patience()
 
 
 class Threads:
-    """Runs functions, by the names of their threads, until ``stop``; they look at ``_stop``."""
+    """Runs functions, by the names of their threads, until ``stop``; they look at ``_stop``.
 
-    def __init__(self, work: Mapping[str, Callable[[], None]]) -> None:
+    seconds   how long they may take to end; None: as long as it takes.
+    """
+
+    def __init__(self, work: Mapping[str, Callable[[], None]], *, seconds: float | None = _END_SECONDS) -> None:
+        self._seconds = seconds
         self._stop = threading.Event()
         self._errors: list[BaseException] = []
         self._threads = [
@@ -28,17 +32,20 @@ class Threads:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(_END_SECONDS * patience())
+        self._join()
 
     def stop(self) -> None:
         """End what is under way, and raise what ended a thread before. Raises AssertionError if one does not end."""
-        self.__exit__()
+        self._join()
         if self._errors:
             raise self._errors[0]
         alive = [thread.name for thread in self._threads if thread.is_alive()]
         assert not alive, f"these do not end: {', '.join(alive)}"
+
+    def _join(self) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(self._seconds)
 
     def _noting_errors(self, work: Callable[[], None]) -> None:
         try:

@@ -98,15 +98,9 @@ class Workload(Threads):
         self._outbox = Outbox()
         self.attempted = dict.fromkeys(range(WRITERS), 0)
         self.committed_bytes = [0] * WRITERS
-        self.committed_events = [0] * WRITERS
         self.unknown = [0] * WRITERS
         self.rolled_back = [0] * WRITERS
         super().__init__({f"writer-{number}": partial(self._run, number) for number in range(WRITERS)})
-
-    @property
-    def written(self) -> int:
-        """How many events were committed so far, as their writers know."""
-        return sum(self.committed_events)
 
     def _run(self, writer: int) -> None:
         connection: psycopg.Connection[Any] | None = None
@@ -159,7 +153,6 @@ class Workload(Threads):
                 raise
             self.unknown[writer] += committing
             return False
-        self.committed_events[writer] += len(planned.writes)
         self.committed_bytes[writer] += size
         return True
 

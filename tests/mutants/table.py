@@ -202,8 +202,8 @@ MUTANTS: Final = (
         "what_is_lost_has_an_effect",
         "at-most-once: what is recorded as lost never comes late",
         "outbox/consumer/groups.py",
-        "**values, generation=generation).rowcount == 0:",
-        "**values, generation=generation).rowcount < 0:",
+        "_CONFIRM, partition, **values).rowcount == 0:",
+        "_CONFIRM, partition, **values).rowcount < 0:",
         (_MOST,),
     ),
     Mutant(

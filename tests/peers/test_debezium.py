@@ -99,14 +99,7 @@ JSON: list[Any] = [
     LARGE,
 ]
 # What SQL can write and our writer refuses or can't say: scalars, numbers that no float holds.
-TEXTS = [
-    '"text"',
-    '" "',
-    '""',
-    "null",
-    "0",
-    '{"n": 1.10, "m": 1e400, "o": 0.10000000000000000555111512312578}',
-]
+TEXTS = ['"text"', '" "', '""', "null", "0", '{"n": 1.10, "m": 1e400, "o": 0.10000000000000000555111512312578}']
 BYTES = [b"\x00\xff\xfe", b"", b"{}", bytes(range(256)) * 100]
 KEYS = ["4711", "schlüssel 😀", "x" * 990, " ", "null", "0", "a,b:c=d", '"q"']
 

@@ -36,11 +36,7 @@ def spark() -> Iterator[Any]:
         changed.setenv("PYTHONPATH", str(SPARK_CONF.parent), prepend=os.pathsep)
         changed.setenv("SPARK_CONF_DIR", str(SPARK_CONF))
         jars = ",".join(map(str, [*connector.fetch(), *_delta()]))
-        conf = {
-            "spark.jars": jars,
-            "spark.python.daemon.module": "warm_daemon",
-            "spark.sql.shuffle.partitions": "4",
-        }
+        conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "4"}
         started = session.start("tests", conf=conf)
     yield started
     started.stop()

@@ -99,26 +99,19 @@ def test_a_message_that_can_not_be_read_halts_the_group_if_it_is_to(bench, value
     assert bench.totals()["k"][1] == 1
 
 
-def test_an_effect_that_fails_rolls_everything_back_and_says_where(bench):
+def test_a_job_that_can_not_work_says_why_and_applies_nothing(bench):
     bench.send("a", 1)
-    with pytest.raises(EffectFailed, match=r"offsets 0 to 0: UndefinedTable.*nowhere"):
-        bench.once(replace(bench.job, effect="INSERT INTO nowhere SELECT 1"))
-    assert sum(bench.positions().values()) == 0
-    assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+    for declared, error, why in (
+        ({"effect": "INSERT INTO nowhere SELECT 1"}, EffectFailed, r"offsets 0 to 0: UndefinedTable.*nowhere"),
+        ({"transform": lambda rows: rows.repartition(3)}, JobError, "transaction of its own"),
+        ({"transform": lambda rows: rows.select("order_id")}, JobError, "message_"),
+    ):
+        with pytest.raises(error, match=why):
+            bench.once(replace(bench.job, **declared))
+        assert sum(bench.positions().values()) == 0
+        assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
     bench.once()
     assert bench.totals()["a"][1] == 1
-
-
-def test_a_shuffle_is_refused(bench):
-    bench.send("a", 1)
-    job = replace(bench.job, transform=lambda rows: rows.repartition(3))
-    with pytest.raises(JobError, match="transaction of its own"):
-        bench.once(job)
-    with pytest.raises(JobError, match="message_"):
-        bench.once(replace(bench.job, transform=lambda rows: rows.select("order_id")))
-
-
-def test_a_sink_without_the_consumers_tables_says_how_to_make_them(bench):
     bench.run("DROP SCHEMA consumer CASCADE")
     with pytest.raises(
         SchemaError, match=r'relation "consumer.groups" does not exist; run `outbox db upgrade --consumer`'

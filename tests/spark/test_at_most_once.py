@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from bench import Bench, expected
 
-from outbox.consumer.errors import EffectFailed, JobError
+from outbox.consumer.errors import EffectFailed
 from spark_jobs import ConsumerJob, OffsetsOnly
 from spark_jobs.postgres.at_most_once import AtMostOnceTransaction
 
@@ -147,12 +147,3 @@ def test_what_does_not_decode_is_recorded_and_is_no_dead_letter(bench, tmp_path)
     assert losses(bench) == [(0, len(NAMES), len(NAMES) + 1)]
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters WHERE grp = 'calls'") == [(0,)]
     assert sorted(called(calls)) == [(0, at) for at in range(len(NAMES))]
-
-
-def test_what_does_not_go_with_it_is_refused(bench):
-    with pytest.raises(JobError, match="goes with OffsetsOnly"):
-        replace(bench.job, delivery="at-most-once")
-    with pytest.raises(JobError, match="nothing waits behind"):
-        replace(bench.job, delivery="at-most-once", strategy=OffsetsOnly(), keep_order=True)
-    with pytest.raises(JobError, match="delivery: must be"):
-        replace(bench.job, delivery="twice")

@@ -107,8 +107,7 @@ def test_what_is_left_out_of_a_range_are_these_messages_and_no_others(bench, spa
 def test_a_round_leaves_no_table(bench):
     """Whatever becomes of it; what is locked then goes with the next round, and a dead driver's with the next one's."""
     job = replace(
-        sums(bench),
-        effect=lambda cursor, rows: seen.append((cursor.execute(STAGED).fetchall(), rows.num_rows)),
+        sums(bench), effect=lambda cursor, rows: seen.append((cursor.execute(STAGED).fetchall(), rows.num_rows))
     )
     seen: list[tuple[list[tuple[str]], int]] = []
     fresh = ((number, ided()) for number in range(1_000))

@@ -194,21 +194,22 @@ def test_few_messages_that_are_large_are_left_to_executors(bench, jobs_of_spark,
     assert bench.rows("SELECT count(DISTINCT n) FROM seen") == [(30,)]
 
 
-def test_an_idle_driver_hears_of_new_messages_at_once(bench):
+def test_an_idle_driver_hears_of_new_messages_at_once(bench, monkeypatch):
     """Each round begins when Kafka has something, not when the driver looks into the sink the next time."""
+    monkeypatch.setattr("spark_jobs.driver.runner._LOOK_SECONDS", 600.0)
     job = ConsumerJob("idle", (bench.topic,), SQL, schema="n int", setup=SETUP)
     runner = bench.runner(job)
     stop = threading.Event()
     thread = threading.Thread(target=runner.continuous, args=(stop,))
     thread.start()
     try:
-        for number in range(5):
+        for number in range(3):
             bench.send_raw(b'{"n":%d}' % number, ided())
             wait_until(lambda there=number + 1: runner.totals.applied == there, what="the message")
     finally:
         stop.set()
         thread.join(30)
-    assert bench.rows("SELECT n FROM seen ORDER BY n") == [(number,) for number in range(5)]
+    assert bench.rows("SELECT n FROM seen ORDER BY n") == [(number,) for number in range(3)]
 
 
 def test_a_range_that_fails_does_not_hold_up_the_others(bench):
@@ -260,26 +261,25 @@ def test_an_idle_driver_asks_one_question_and_opens_nothing(bench, monkeypatch):
     assert opened[-1] <= opened[0] + 1
 
 
-@pytest.mark.parametrize("where", ["driver", "executors"])
-@pytest.mark.parametrize("error", ["a fault of the decoder", "an order that is not Kafka's"])
-def test_errors_mean_the_same_in_the_driver(bench, monkeypatch, where, error):
+@pytest.mark.parametrize("driver_records", [2_000, 0], ids=["driver", "executors"])
+def test_errors_mean_the_same_in_the_driver(bench, driver_records):
     """What may pass by itself is tried again, also of a single message; anything else ends the job at once."""
     bench.send_raw(b'{"n":1}', ided())
-    job = ConsumerJob("errors", (bench.topic,), SQL, schema=failing(error), setup=SETUP)
-    options = {"patience": 60.0, "verdict_seconds": 0.0, "driver_records": 2_000 if where == "driver" else 0}
-    if error == "a fault of the decoder":
-        with pytest.raises(EffectFailed, match="ZeroDivisionError"):
-            bench.once(job, **options)
-    else:
-        with pytest.raises(BadMessage, match=r"offset 0 can't be applied: by itself it failed 3 times.*out of order"):
-            bench.once(job, **options)
-        assert sum(text == "waiting for a server" for text, _ in bench.reports) == 2
-    assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
-    assert set(bench.positions().values()) == {0}
+    out_of_order = r"offset 0 can't be applied: by itself it failed 3 times.*out of order"
+    for of_kafka, error, said, waits in (
+        (False, EffectFailed, "ZeroDivisionError", 0),
+        (True, BadMessage, out_of_order, 2),
+    ):
+        job = ConsumerJob("errors", (bench.topic,), SQL, schema=failing(of_kafka=of_kafka), setup=SETUP)
+        with pytest.raises(error, match=said):
+            bench.once(job, patience=60.0, verdict_seconds=0.0, driver_records=driver_records)
+        assert sum(text == "waiting for a server" for text, _ in bench.reports) == waits, error
+        assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
+        assert set(bench.positions().values()) == {0}
 
 
-def failing(error: str) -> Any:
-    """Return a decoder that raises this."""
+def failing(*, of_kafka: bool) -> Any:
+    """Return a decoder that raises an error of the reader's, or one of its own."""
 
     class Failing:
         """Not at the module's level: executors do not have this module."""
@@ -289,7 +289,7 @@ def failing(error: str) -> Any:
 
             def made() -> Any:
                 def one(value: bytes, header: bytes | None) -> Any:
-                    raise ZeroDivisionError if error == "a fault of the decoder" else InputCut("out of order")
+                    raise InputCut("out of order") if of_kafka else ZeroDivisionError
 
                 return one
 
@@ -298,23 +298,34 @@ def failing(error: str) -> Any:
     return Failing()
 
 
-@pytest.mark.parametrize(("atomic", "driver_records"), [("partition", 2_000), ("batch", 0)])
-def test_a_round_is_bounded_by_bytes_too(bench, atomic, driver_records):
-    """280 messages of 50,000 bytes, 200 and 2 MB a round: the first one knows nothing, the others take 40 at most."""
-    bench.produce(({"n": 100 + number, "pad": "x" * 50_000}, None, 0) for number in range(280))
-    job = ConsumerJob("bytes", (bench.topic,), SQL, schema="n int, pad string", setup=SETUP, atomic=atomic)
+def rounds_of(bench: Bench, job: ConsumerJob, driver_records: int) -> list[int]:
+    """Return how many offsets each round has read, with 200 and 2 MB a round."""
+    bench.run("DROP TABLE IF EXISTS seen")
     with bench.runner(job, driver_records=driver_records, max_records=200, max_bytes=2_000_000) as runner:
-        sizes = []
+        sizes: list[int] = []
+        apply = runner._rounds.apply
+
+        def applied(span: Any, generation: int) -> Any:
+            sizes.append(sum(one.end - one.start for one in span.ranges.values()))
+            return apply(span, generation)
+
+        runner._rounds.apply = applied
         while runner._round(None):
-            sizes.append(runner.totals.read - sum(sizes))
-    assert sizes[0] == 200
-    assert max(sizes[1:]) <= 40
-    assert sum(sizes) == 280
-    assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(280, 280)]
+            pass
+    return sizes
 
 
-@pytest.mark.parametrize(("way", "driver_records"), [("plain", 0), ("plain", 2_000), ("transform", 0)])
-def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench, way, driver_records):
+def test_a_round_is_bounded_by_bytes_too(bench):
+    """280 messages of 50,000 bytes: the first round knows nothing, the others take 40 at most."""
+    bench.produce(({"n": 100 + number, "pad": "x" * 50_000}, None, 0) for number in range(280))
+    for atomic, driver_records in (("partition", 2_000), ("batch", 0)):
+        job = ConsumerJob(atomic, (bench.topic,), SQL, schema="n int, pad string", setup=SETUP, atomic=atomic)
+        first, *others = rounds_of(bench, job, driver_records)
+        assert (first, max(others) <= 40, sum(others)) == (200, True, 80), atomic
+        assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(280, 280)], atomic
+
+
+def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench):
     """One partition, whose large messages do not decode or are of another type, between small ones that are applied."""
     sent = []
     for number in range(320):
@@ -323,32 +334,13 @@ def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench, way, driver
         kind = b"Other" if large and number % 2 else b"Wanted"
         sent.append((value, None, 0, [*ided(), ("ce_type", kind)]))
     bench.produce(sent)
-    job = ConsumerJob(
-        "bytes",
-        (bench.topic,),
-        SQL,
-        schema="n int",
-        types=("Wanted",),
-        setup=SETUP,
-        max_dead=320,
-        transform=None if way == "plain" else lambda rows: rows.filter("n >= 0"),
-    )
-    with bench.runner(job, driver_records=driver_records, max_records=200, max_bytes=2_000_000) as runner:
-        ranges = []
-        apply = runner._rounds.apply
-
-        def applied(span, generation):
-            ranges.append(sum(one.end - one.start for one in span.ranges.values()))
-            return apply(span, generation)
-
-        runner._rounds.apply = applied
-        while runner._round(None):
-            pass
-    assert ranges[0] == 200
-    # Of four messages three have 50,000 bytes, so that 53 of them have 2 MB.
-    assert max(ranges[1:]) <= 56
-    assert sum(ranges) == 320
-    assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(80, 80)]
+    job = ConsumerJob("tasks", (bench.topic,), SQL, schema="n int", types=("Wanted",), setup=SETUP, max_dead=320)
+    transformed = replace(job, group="Spark", transform=lambda rows: rows.filter("n >= 0"))
+    for made, driver_records in ((job, 0), (replace(job, group="driver"), 2_000), (transformed, 0)):
+        first, *others = rounds_of(bench, made, driver_records)
+        # Of four messages three have 50,000 bytes, so that 53 of them have 2 MB.
+        assert (first, max(others) <= 56, sum(others)) == (200, True, 120), made.group
+        assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(80, 80)], made.group
 
 
 @pytest.mark.parametrize("driver_records", [0, 2_000])

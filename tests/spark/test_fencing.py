@@ -255,10 +255,7 @@ def test_the_answer_to_a_commit_is_lost(bench, lost_commit, strategy, who):
         assert bench.totals() == expected("abcdefgh", 2)
 
 
-@pytest.mark.parametrize(
-    ("setting", "error"),
-    [("lock_timeout", "LockNotAvailable"), (None, "waiting for a lock")],
-)
+@pytest.mark.parametrize(("setting", "error"), [("lock_timeout", "LockNotAvailable"), (None, "waiting for a lock")])
 def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
     """Where the sink has a time-out, tasks fail and are tried again; else they wait, and the blocker is named."""
     bench.once(patience=PATIENCE)

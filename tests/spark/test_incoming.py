@@ -11,6 +11,7 @@ from dataclasses import replace
 import psycopg
 import pyarrow as pa
 import pytest
+from bench import Bench
 from pyspark.sql import functions as F  # noqa: N812
 
 from outbox.consumer import ids as of_content
@@ -20,6 +21,7 @@ from outbox.consumer.ids import day as day_of
 from spark_jobs import ids as identity
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, uuid8
 from spark_jobs.effects.produce import Traced
+from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import rows as spark_rows
 
 pytestmark = pytest.mark.spark
@@ -98,6 +100,16 @@ def test_times_are_whole_in_what_is_made_of_them(spark):
             spark_rows.copyable(rows.withColumnRenamed("account", name))
 
 
+def numbers(bench: Bench, strategy: Dedup) -> ConsumerJob:
+    return replace(
+        bench.job,
+        schema="n int",
+        setup="CREATE TABLE IF NOT EXISTS seen (n int)",
+        effect="INSERT INTO seen SELECT n FROM batch",
+        strategy=strategy,
+    )
+
+
 def test_events_with_one_idempotency_key_are_applied_once(bench):
     own = "idempotency-key"
 
@@ -109,13 +121,7 @@ def test_events_with_one_idempotency_key_are_applied_once(bench):
     send(3, b"Invoice", ("ce_id", str(uuid.uuid4()).encode()), (own, b"request 1"))
     for n in (4, 5):
         send(n, b"Order", ("ce_id", V7.encode()), (own, V7.encode()))
-    job = replace(
-        bench.job,
-        schema="n int",
-        setup="CREATE TABLE IF NOT EXISTS seen (n int)",
-        effect="INSERT INTO seen SELECT n FROM batch",
-        strategy=Dedup(key=own),
-    )
+    job = numbers(bench, Dedup(key=own))
     totals = bench.once(job)
     assert (totals.applied, totals.duplicates, totals.dead) == (3, 2, 0)
     assert bench.rows("SELECT n FROM seen ORDER BY n") == [(1,), (3,), (4,)]
@@ -129,20 +135,9 @@ def test_messages_without_an_id_are_applied_by_their_places_if_that_is_allowed(b
         bench.send_raw(b'{"n": %d}' % n, [])
     for n in (2, 3):
         bench.send_raw(b'{"n": %d}' % n, [("ce_id", V7.encode())])
-    job = replace(
-        bench.job,
-        schema="n int",
-        setup="CREATE TABLE IF NOT EXISTS seen (n int)",
-        effect="INSERT INTO seen SELECT n FROM batch",
-        strategy=Dedup(allow_producer_repeats=True),
-    )
+    job = numbers(bench, Dedup(allow_producer_repeats=True))
     totals = bench.once(job)
     assert (totals.applied, totals.duplicates, totals.dead) == (3, 1, 0)
     assert bench.rows("SELECT n FROM seen ORDER BY n") == [(1,), (1,), (2,)]
     bench.command("offsets", "reset", job.group, "--topic", job.topics[0], "--to", "earliest", "--reason", "test")
     assert bench.once(job).duplicates == 4
-
-
-def test_a_key_is_the_name_of_a_header():
-    with pytest.raises(JobError, match="key must be the name of a header"):
-        Dedup(key="")

@@ -24,7 +24,6 @@ from outbox.consumer.errors import EffectFailed, JobError
 from outbox.testing.fixtures import Topics
 from spark_jobs.driver import partition_attempts as partitions
 from spark_jobs.driver import staged_rows
-from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import session
@@ -81,10 +80,7 @@ def nothing_moved(bench: Bench) -> None:
     assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
 
 
-@pytest.mark.parametrize(
-    ("way", "transform"),
-    [("direct", None), ("partition", "same"), ("batch", None)],
-)
+@pytest.mark.parametrize(("way", "transform"), [("direct", None), ("partition", "same"), ("batch", None)])
 def test_a_message_that_does_not_decode_costs_one_row(bench, topics, way, transform):
     made = job(bench, topics["bad"], way, (lambda rows: rows) if transform else None)
     totals = bench.once(made)
@@ -220,19 +216,4 @@ def test_a_task_that_reads_kafka_itself_and_always_fails(bench, topics, tmp_path
     nothing_moved(bench)
     broken.unlink()
     assert bench.once(job(bench, topics["good"], "direct", None)).applied == MESSAGES
-    check(bench, dead=0)
-
-
-def test_a_task_that_does_not_report_is_not_taken_for_one_without_messages(bench, topics, monkeypatch):
-    """Where Spark cuts what it gives to the task short, the range must not be stepped over."""
-    real = RoundContext.by_ranges
-
-    def cut(self: Any, span: Any, do: Any, schema: str) -> Any:
-        return real(self, span, do, schema).limit(0)
-
-    monkeypatch.setattr(RoundContext, "by_ranges", cut)
-    bench.once_waits(job(bench, topics["good"], "partition", None), "a task did not report what became of")
-    nothing_moved(bench)
-    monkeypatch.undo()
-    assert bench.once(job(bench, topics["good"], "partition", None)).applied == MESSAGES
     check(bench, dead=0)

@@ -198,13 +198,7 @@ def test_dead_letters_without_an_id_are_applied_once_when_they_are_tried_again(b
 
     bench.run("ALTER TABLE seen DROP CONSTRAINT sane; UPDATE state SET mended = true")
     bench.command(
-        "dead-letters",
-        "discard",
-        "--side",
-        "consumer",
-        "--reason",
-        "never right",
-        str(letter(bench, UNREADABLE)),
+        "dead-letters", "discard", "--side", "consumer", "--reason", "never right", str(letter(bench, UNREADABLE))
     )
     bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "letters")
     assert bench.once(job).applied == len(held) - 1
@@ -229,13 +223,7 @@ def test_what_is_known_by_an_id_has_one_of_the_place(bench: Bench):
     bench.produce((({"n": n}, str(n), None, []) for n in range(FEW)), topic)
     produce = Produce("g", "Number", "n", "Seen", "jsonb_build_object('n', n)")
     external = External("calls", "g", "jsonb_build_object('n', n)", lambda _call: None)
-    job = ConsumerJob(
-        "g",
-        [topic],
-        f"{produce.insert()}; {external.reserve()}",
-        schema="n int",
-        strategy=OffsetsOnly(),
-    )
+    job = ConsumerJob("g", [topic], f"{produce.insert()}; {external.reserve()}", schema="n int", strategy=OffsetsOnly())
     assert bench.once(job).applied == FEW
     events = "SELECT count(*), count(DISTINCT event_id), count(DISTINCT aggregate_id) FROM outbox.events"
     assert bench.rows(events) == [(FEW, FEW, FEW)]

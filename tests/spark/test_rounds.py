@@ -142,8 +142,7 @@ def test_hundreds_of_dead_letters_and_some_that_end_the_effect_keep_no_group_fro
 def test_a_row_that_does_not_decode_is_not_filtered_away_by_a_transform(bench):
     """Its columns are NULL: a filter on them would drop it without a word."""
     job = replace(
-        bench.job,
-        transform=lambda rows: rows.filter("amount_cents > 5").withColumn("ExchangeRate", rows["seq"] + 1),
+        bench.job, transform=lambda rows: rows.filter("amount_cents > 5").withColumn("ExchangeRate", rows["seq"] + 1)
     )
     put(bench, order("a", 1))
     put(bench, b'{"order_id": 17}')

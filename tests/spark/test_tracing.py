@@ -13,18 +13,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 from round_support import order, put, retry
-from spans import (
-    assert_without,
-    check,
-    context_of,
-    failed,
-    linked,
-    messaging,
-    no_provider,
-    relay,
-    spans,
-    traceparent,
-)
+from spans import assert_without, check, context_of, failed, linked, messaging, no_provider, relay, spans, traceparent
 from support import drained
 
 from outbox import Event, Outbox

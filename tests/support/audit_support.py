@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from uuid import UUID
 
 import psycopg
+import pytest
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka import Producer, TopicPartition
 from inbox_support import FAST, Running
+from spans import relay
 from support import drained, look_up, order, write
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox import Event
 from outbox.inbox import Consumer
+from relay.audit.findings import Scope
+from relay.audit.follow import Follower
 from relay.cli.app import app
+from relay.config import load
 
 __all__ = ["order"]
 
@@ -67,6 +73,22 @@ class Pipeline:
     def published(self) -> None:
         drained(self.database.url)
 
+    def sent(self, count: int = EVENTS) -> list[str]:
+        """Write events of ten minutes ago, a minute that is over, and wait until they are published."""
+        ids = self.add(count, ago=600)
+        self.published()
+        return ids
+
+    def follower(self, hours: float = 1) -> Follower:
+        """Return what follows this pipeline in this process, as from so many hours ago on."""
+        now = dt.datetime.now(dt.UTC)
+        settings = load(
+            database_url=self.database.url,
+            kafka={"bootstrap_servers": self.kafka.bootstrap_servers},
+            relay={"archive_days": 1},
+        )
+        return Follower(settings, Scope(now - dt.timedelta(hours=hours), now))
+
     def applied(
         self, count: int, handler: Callable[..., None] = lambda *_: None, topics: Sequence[str] = (), **options: Any
     ) -> None:
@@ -105,6 +127,11 @@ class Pipeline:
         finally:
             reader.close()
 
+    def repeat(self, event_id: str) -> None:
+        """Produce an event's record again."""
+        record = self.record(event_id)
+        self.produce(key=record.key(), value=record.value(), headers=record.headers(), partition=record.partition())
+
     def record(self, event_id: str) -> Any:
         """Return an event's record."""
         reader = KafkaConsumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": "reader"})
@@ -127,3 +154,12 @@ class Pipeline:
         status, found = self.audit(*arguments)
         assert status == (1 if found["differences"] else 0)
         return sorted((one["kind"], one["event_id"]) for one in found["differences"])
+
+
+@pytest.fixture
+def pipeline(outbox_postgres: Any, outbox_kafka: Any, order: tuple[str, str]) -> Iterator[Pipeline]:
+    """A pipeline whose relay runs, and whose archive has been on for long."""
+    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
+        found = Pipeline(outbox_postgres, outbox_kafka, *order)
+        found.kept_before()
+        yield found

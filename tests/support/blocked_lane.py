@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from one_lane import OneLane
-from polling_support import add, table, taken
+from polling_support import add, polling, table, taken
 from support import tried, wait_until
 
 from outbox._app import migrate as db
@@ -24,6 +24,8 @@ from relay.settle.retries import Failures
 
 WAITING = 40_000
 """Eight windows of a sweep, and far more than a turn reads."""
+NOT_DUE = tried(1000, 3600.0, 3600.0)
+"""What fails is tried again after the test."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +36,6 @@ def quick_marks(monkeypatch):
     monkeypatch.setattr(sweep, "_AGAIN_SECONDS", 0.0)
     # Unless a test is about them.
     monkeypatch.setattr(row_marks, "_SECONDS", 3600.0)
-
-
-def _not_due() -> Failures:
-    """Return a book of failures whose events are tried again after the test."""
-    return Failures("outbox", tried(1000, 3600.0, 3600.0), Router())
 
 
 class Blocked:
@@ -78,7 +75,8 @@ class Blocked:
                 self.gate.wait()
             return connect()
 
-        return OneLane(PollingSource(connected, "outbox", _not_due(), kept=self.kept), self.lease)
+        failures = Failures("outbox", NOT_DUE, Router())
+        return OneLane(PollingSource(connected, "outbox", failures, kept=self.kept), self.lease)
 
     def close_source(self) -> None:
         """Close it, and wait until Postgres has ended its sessions: they add what they have read to the statistics."""
@@ -175,9 +173,7 @@ def waiting(outbox_postgres_server, _outbox_template) -> Iterator[str]:
         admin.execute("ANALYZE outbox.events")
         admin.execute("ALTER TABLE outbox.events ALTER COLUMN id RESTART WITH 1000")
         add(database, "blocked")
-        lane = OneLane(
-            PollingSource(Connector(database.url, "test"), "outbox", _not_due()), taken(table(database, "me"))
-        )
+        lane = OneLane(polling(database.url, policy=NOT_DUE), taken(table(database, "me")))
         (first,) = lane.fetch(10)
         lane.settle(Receipt(refused=[(first, "bad")]))
         lane.close()

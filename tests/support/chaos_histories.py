@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chaos.checker import ANOMALIES, RepeatBound, Verdict
-from chaos.history import (
-    Committed,
-    History,
-    Kind,
-    Message,
-    event_of,
-)
+from chaos.history import Committed, History, Kind, Message, event_of
 
 KINDS = {
     0: Kind("Order", "orders"),

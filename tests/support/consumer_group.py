@@ -37,22 +37,14 @@ def event_id(number: int, when: dt.datetime = NOON) -> str:
     return f"{milliseconds[:8]}-{milliseconds[8:]}-7000-8000-{number:012x}"
 
 
-def numbered(
-    numbers: Sequence[int],
-    ids: Sequence[str] | None = None,
-    *,
-    start: int = 0,
-    part: int = 0,
-    when: dt.datetime = NOON,
-    **columns: Sequence[Any] | None,
+def rows_of(
+    size: int, start: int = 0, *, part: int = 0, when: dt.datetime = NOON, **columns: Sequence[Any] | None
 ) -> pa.RecordBatch:
-    """Return rows with these numbers, at the offsets from ``start`` on; an id is made of its number if not given."""
-    size = len(numbers)
+    """Return rows of messages at the offsets from ``start`` on. ``columns``: of the payload, or in place of others."""
     given = {name: values for name, values in columns.items() if values is not None}
     return pa.RecordBatch.from_pydict(
         {
-            "n": pa.array(numbers, pa.int32()),
-            "message_id": ids or [event_id(number) for number in numbers],
+            "message_id": [event_id(number) for number in range(start, start + size)],
             "message_topic": ["t"] * size,
             "message_part": pa.array([part] * size, pa.int32()),
             "message_offset": pa.array(range(start, start + size), pa.int64()),
@@ -63,6 +55,12 @@ def numbered(
             **given,
         }
     )
+
+
+def numbered(numbers: Sequence[int], ids: Sequence[str] | None = None, **given: Any) -> pa.RecordBatch:
+    """Return rows with these numbers; an id is made of its number if not given."""
+    made = {"n": pa.array(numbers, pa.int32()), "message_id": ids or [event_id(number) for number in numbers]}
+    return rows_of(len(numbers), **{**made, **given})
 
 
 @dataclass

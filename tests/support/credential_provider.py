@@ -11,9 +11,9 @@ from pathlib import Path
 from outbox.credentials import Credential, CredentialRequest
 
 
-def unsigned(user: str, until: float) -> str:
-    """Return a token that nobody has signed."""
-    parts = {"alg": "none"}, {"sub": user, "iat": int(time.time()) - 5, "exp": int(until)}
+def unsigned(until: float) -> str:
+    """Return a token of the user ``outbox`` that nobody has signed."""
+    parts = {"alg": "none"}, {"sub": "outbox", "iat": int(time.time()) - 5, "exp": int(until)}
     encoded = [base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts]
     return ".".join([*encoded, ""])
 
@@ -23,7 +23,7 @@ def from_environment(request: CredentialRequest) -> Credential:
     if request.purpose == "postgres":
         return Credential(os.environ["TEST_PASSWORD"])
     until = time.time() + 60
-    return Credential(unsigned("outbox", until), until, "outbox")
+    return Credential(unsigned(until), until, "outbox")
 
 
 def noting(request: CredentialRequest) -> Credential:

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from consumer_group import ConsumerGroup
+from consumer_group import NOON, ConsumerGroup, rows_of
 from uuid_utils import uuid7
 
 from spark_jobs.dedup.strategies import Dedup, Strategy, column_types
@@ -21,7 +21,6 @@ from spark_jobs.task import partition as task
 from spark_jobs.task.feed import rejected_from
 from spark_jobs.task.input import in_memory
 
-NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
 PAYLOAD: dict[str, tuple[str, pa.DataType]] = {
     "t": ("text", pa.string()),
     "i": ("integer", pa.int32()),
@@ -90,28 +89,19 @@ class Sink(ConsumerGroup):
     ) -> tuple[str, list[int]]:
         """Apply rows at the next offsets. Returns the outcome, and the offsets of rejected messages."""
         size = len(next(iter(rows.values())))
-        places = rows.get("message_offset") or range(self.next, self.next + size)
-        columns = plan.get("columns", COLUMNS)
-        payload = [name for name in columns if name not in META]
+        payload = [name for name in plan.get("columns", COLUMNS) if name not in META]
         statements = effect if isinstance(effect, str) else self.statements(effect, payload)
         given = {"columns": COLUMNS, "effect": statements, "direct": direct, **plan}
         made = self.plan(0, self.next, size, **given)
-        batch = pa.RecordBatch.from_pydict(
-            {
-                **{
-                    name: pa.array(rows.get(name, [None] * size), PAYLOAD.get(name, ("", pa.string()))[1])
-                    for name in payload
-                },
-                "message_id": rows.get("message_id") or [str(uuid7()) for _ in range(size)],
-                "message_topic": ["t"] * size,
-                "message_part": pa.array([0] * size, pa.int32()),
-                "message_offset": pa.array(places, pa.int64()),
-                "message_key": rows.get("message_key") or ["k"] * size,
-                "message_type": ["x"] * size,
-                "message_time": pa.array([NOON] * size, pa.timestamp("us", "UTC")),
-                "message_tombstone": rows.get("message_tombstone") or [False] * size,
-            }
-        )
+        columns = {
+            "message_id": [str(uuid7()) for _ in range(size)],
+            **rows,
+            **{
+                name: pa.array(rows.get(name, [None] * size), PAYLOAD.get(name, ("", pa.string()))[1])
+                for name in payload
+            },
+        }
+        batch = rows_of(size, self.next, **columns)
         (report,) = task.run(made, in_memory([batch]))
         ((outcome, fresh, detail),) = ((one["outcome"], one["fresh"], one["detail"]) for one in report.to_pylist())
         if outcome == "applied":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +37,11 @@ class Block:
 
 def blocks(*languages: str) -> list[Block]:
     """Return the blocks of all pages, or those in these languages, without the indentation of a list."""
+    return [block for block in _blocks() if not languages or block.language in languages]
+
+
+@functools.cache
+def _blocks() -> Sequence[Block]:
     found = []
     for page in PAGES:
         text = page.read_text()
@@ -43,7 +50,7 @@ def blocks(*languages: str) -> list[Block]:
             line = text[: match.start()].count("\n") + 2
             lines = [each.removeprefix(indent) for each in content.splitlines(keepends=True)]
             found.append(Block(page.relative_to(ROOT).as_posix(), line, language, "".join(lines)))
-    return [block for block in found if not languages or block.language in languages]
+    return found
 
 
 def inline() -> list[tuple[str, str]]:

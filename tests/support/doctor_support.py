@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import psycopg
 
-from outbox._clients.checks import Level
+from outbox._clients.checks import Finding, Level
 from relay.config import load
-from relay.operations.doctor import examine
+from relay.database import Connector
+from relay.operations.doctor import examine, postgres
+from relay.operations.doctor.run import run
 
 
 def settings(database, kafka, **more):
@@ -15,6 +17,12 @@ def settings(database, kafka, **more):
 
 def found(given) -> dict[str, tuple[Level, str]]:
     return {finding.about: (finding.level, finding.found) for finding in examine(given)}
+
+
+def in_postgres(given) -> dict[str, Finding]:
+    """Return what is found in the outbox's database, without looking at Kafka and at the consumers."""
+    with Connector(given.require_database(), "test")() as connection:
+        return {finding.about: finding for finding in run(postgres.checks(connection, given))}
 
 
 def groups(database, **strategies: str | None) -> None:

@@ -51,11 +51,7 @@ class Lane:
         )
 
     def source(self, router: Router = BLOCK, attempts: int = 1, *, archive: bool = False) -> OneLane:
-        failures = Failures(
-            "outbox",
-            tried(attempts, 600.0, 600.0),
-            router,
-        )
+        failures = Failures("outbox", tried(attempts, 600.0, 600.0), router)
         return self._held(self.polling(failures, archive=archive))
 
     def deleting_source(self, router: Router = BLOCK, held: Callable[[Claim], bool] = lambda _: False) -> OneLane:

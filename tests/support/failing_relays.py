@@ -62,13 +62,6 @@ def wait_for_dead(url: str, *names: str) -> None:
     wait_until(lambda: dead(url) == list(names), 60, what=f"dead letters {names}")
 
 
-def lease_runs_out(url: str) -> None:
-    """As time would have it, once a relay is dead. A short lease would be outlasted by living ones, which then repeat
-    or lose what they are allowed to.
-    """
-    look_up(url, "UPDATE outbox.lanes SET lease_until = '-infinity' RETURNING 1")
-
-
 def outbox(url: str, *arguments: str) -> Any:
     done = CliRunner().invoke(app, [*arguments, "--json"], env={"OUTBOX_DATABASE_URL": url})
     assert done.exit_code == 0, (done.output, done.exception)

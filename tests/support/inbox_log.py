@@ -29,18 +29,13 @@ def keys(count: int, different: int = 10) -> list[str]:
     return [f"k{number % different}" for number in range(count)]
 
 
-def end(log: Log, partition: int = 0) -> int:
+def end(log: Log) -> int:
     """Where a read_committed reader ends."""
     reader = KafkaConsumer({"bootstrap.servers": log.servers, "group.id": "look", "isolation.level": "read_committed"})
     try:
-        return reader.get_watermark_offsets(TopicPartition(log.topic, partition), 30)[1]
+        return reader.get_watermark_offsets(TopicPartition(log.topic, 0), 30)[1]
     finally:
         reader.close()
-
-
-def settings(log: Log) -> dict[str, str]:
-    """What the commands take."""
-    return {"OUTBOX_DATABASE_URL": log.database.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": log.servers}
 
 
 class Losing(psycopg.Connection[Any]):

@@ -21,11 +21,14 @@ from inbox_member import FAST, apply
 from nursery import NURSERY
 from psycopg.rows import dict_row
 from support import look_up, wait_until
+from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
+from outbox.consumer.admin.dead_letters import DeadLetters, Selection
 from outbox.consumer.stalled import StalledPartition
 from outbox.inbox import Consumer
 from outbox.sandbox._process import patience
+from relay.cli.app import app
 
 SCRIPT = Path(__file__).with_name("inbox_member.py")
 SCHEMA = """
@@ -94,6 +97,16 @@ class Log:
     def letters(self) -> list[dict[str, Any]]:
         with psycopg.connect(self.database.url, row_factory=dict_row) as connection:
             return connection.execute("SELECT * FROM consumer.dead_letters ORDER BY part, message_offset").fetchall()
+
+    def retry(self, **chosen: Any) -> None:
+        """Have dead letters retried, as an operator does: those of the group, or those that are chosen."""
+        with self.database.connect(autocommit=True) as connection:
+            DeadLetters(connection, "consumer").retry(Selection(**(chosen or {"group": self.group})))
+
+    def command(self, *words: str) -> Any:
+        """Run a command of ``outbox``."""
+        settings = {"OUTBOX_DATABASE_URL": self.database.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.servers}
+        return CliRunner().invoke(app, words, env=settings)
 
     def positions(self) -> dict[int, int]:
         return dict(self.run("SELECT part, next_offset FROM consumer.offsets WHERE grp = %s", self.group))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +24,8 @@ CREATE_TOPICS: Final = 19
 INIT_PRODUCER_ID: Final = 22
 ADD_PARTITIONS_TO_TXN: Final = 24
 END_TXN: Final = 26
+
+_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +124,8 @@ class KafkaProxy(TcpProxy):
 
     connection_type = KafkaConnection
 
-    def __init__(self, target_host: str, target_port: int | None, listen_port: int = 0) -> None:
-        super().__init__(target_host, target_port, listen_port)
+    def __init__(self, target_host: str, target_port: int | None) -> None:
+        super().__init__(target_host, target_port)
         self._seen: Counter[int] = Counter()
         self._rules: list[_Rule] = []
         self._fired: list[Fired] = []
@@ -146,12 +148,11 @@ class KafkaProxy(TcpProxy):
         with self._changed:
             return self._seen[api_key]
 
-    def wait_seen(self, api_key: int, count: int, timeout: float = 30.0) -> None:
+    def wait_seen(self, api_key: int, count: int) -> None:
         """Wait until there were this many requests of a kind. AssertionError when the time passes without."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._seen[api_key] >= count, timeout * patience()):
-                seen = self._seen[api_key]
-                raise AssertionError(f"{seen} requests of API key {api_key} and not {count} within {timeout:g} s")
+            seen = self._changed.wait_for(lambda: self._seen[api_key] >= count, _SECONDS * patience())
+            assert seen, f"{self._seen[api_key]} requests of API key {api_key} and not {count} in time"
 
     @property
     def fired(self) -> list[Fired]:
@@ -159,17 +160,15 @@ class KafkaProxy(TcpProxy):
         with self._changed:
             return list(self._fired)
 
-    def wait_done(self, timeout: float = 30.0) -> None:
+    def wait_done(self) -> None:
         """Wait until every fired action is through: answers have come or their connections have ended.
 
         AssertionError when the time passes first.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: all(fired.done for fired in self._fired), timeout * patience()):
-                open_ones = [fired for fired in self._fired if not fired.done]
-                raise AssertionError(f"not through within {timeout:g} s: {open_ones}")
+            self._wait_done(self._fired)
 
-    def release(self, timeout: float = 30.0) -> list[Fired]:
+    def release(self) -> list[Fired]:
         """Let go of what is held, and wait until the broker has answered (or the client was given the answer).
 
         Gives what was let go; nothing, if nothing was held. AssertionError when the time passes first.
@@ -179,9 +178,13 @@ class KafkaProxy(TcpProxy):
             for fired in held:
                 fired.released = True
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: all(fired.done for fired in held), timeout * patience()):
-                raise AssertionError(f"not through within {timeout:g} s: {[fired for fired in held if not fired.done]}")
+            self._wait_done(held)
         return held
+
+    def _wait_done(self, those: Sequence[Fired]) -> None:
+        """Wait until nothing more will come of them. The lock is held."""
+        done = self._changed.wait_for(lambda: all(fired.done for fired in those), _SECONDS * patience())
+        assert done, f"not through in time: {[fired for fired in those if not fired.done]}"
 
     # -- the frames
 

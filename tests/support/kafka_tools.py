@@ -19,10 +19,7 @@ LOCK: Final = Path(__file__).with_name("kafka_tools.lock")
 _BROKER: Final = next(jar.version for jar in jars.locked(jars.KAFKA) if jar.artifact == "kafka-server")
 ROOTS: Final[Roots] = {
     # The broker's jars have everything else that the command needs.
-    "tools": (
-        False,
-        (f"org.apache.kafka:kafka-tools:{_BROKER}", "net.sourceforge.argparse4j:argparse4j:0.7.0"),
-    ),
+    "tools": (False, (f"org.apache.kafka:kafka-tools:{_BROKER}", "net.sourceforge.argparse4j:argparse4j:0.7.0"))
 }
 
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from outbox.errors import OutboxError, SchemaError
+from outbox.sandbox._process import patience
 from relay.core import lane as core_lane
 from relay.core import loop
 from relay.core.lane import LoopSettings
@@ -306,6 +309,8 @@ class Watcher:
     seen: list[str] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     errors: dict[int, int] = field(default_factory=dict)
+    raised: list[Exception] = field(default_factory=list)
+    refusals: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
 
     def published(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
@@ -316,10 +321,12 @@ class Watcher:
         self.turns.append(events)
 
     def refused(self, lane: int, item: Claim, reason: str) -> None:
+        self.refusals.append(item.position)
         self.seen.append(f"refused {lane}/{item.position} {reason}")
 
     def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
         self.waits.append(wait_seconds)
+        self.raised.append(error)
         for lane in lanes:
             self.errors[lane] = self.errors.get(lane, 0) + 1
         self.seen.append(f"unavailable {sorted(lanes)} {error}")
@@ -364,7 +371,33 @@ class World:
 
     def clean(self) -> dict[int, bool]:
         """Lanes that were let go of, and whether their row need name no id any more."""
-        return {gone.lease.lane: gone.clean for gone in self.held.take_let_go()}
+        return {lane: clean for lane, (clean, _) in self.let_go().items()}
+
+    def let_go(self) -> dict[int, tuple[bool, bool]]:
+        """The same, and whether they were lost."""
+        return {gone.lease.lane: (gone.clean, gone.lost) for gone in self.held.take_let_go()}
+
+
+@contextmanager
+def looped(source: Callable[[], Any], leases: Collection[Lease], always: Step, *, batch: int) -> Iterator[Watcher]:
+    """The product's own loop in a thread, over a source of the test's, and a broker that treats all turns alike."""
+    stop, held, watcher, publisher = threading.Event(), HeldLanes(), Watcher(), OnePublisher(Broker(always=always))
+    held.give(leases)
+    loop = WorkerLoop(
+        source,
+        lambda _source: publisher,
+        held=held,
+        stop=stop,
+        observer=watcher,
+        settings=LoopSettings(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
+    )
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(loop.run)
+        try:
+            yield watcher
+        finally:
+            stop.set()
+        running.result(60 * patience())
 
 
 def spread(lanes: int, each: int) -> dict[int, list[int]]:

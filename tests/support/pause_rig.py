@@ -6,18 +6,15 @@ import threading
 from typing import Any, Self
 
 import pytest
-from loop_fakes import Broker, all_of
+from loop_fakes import Broker, OnePublisher
+from polling_support import polling
 from support import look_up
 from typer.testing import CliRunner
 
-from outbox._app.settings import FailureSettings
 from relay.cli.app import app
 from relay.core.lane import LoopSettings
 from relay.core.pauses import CurrentPauses, Scope, ScopeKind, scopes_of
 from relay.database import Connector
-from relay.kafka.routing import Router
-from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 from relay.supervisor import Components, Supervisor
 
 LANE, OTHER_LANE = scopes_of([1, 2], [])
@@ -43,9 +40,8 @@ class Rig:
     """A relay's control loop and worker's loop over real Postgres; what it publishes is a list in memory."""
 
     def __init__(self, url: str, *, lease_seconds: float = 30.0) -> None:
-        self.broker = Broker(always=all_of)
+        self.broker = Broker()
         self.pauses = CurrentPauses()
-        failures = Failures("outbox", FailureSettings(), Router())
         self.supervisor = Supervisor(
             Components(
                 instance="me",
@@ -55,8 +51,8 @@ class Rig:
                 shutdown_seconds=5.0,
                 loop=LoopSettings(),
                 connect=Connector(url, "control loop"),
-                source=lambda _: PollingSource(Connector(url, "worker"), "outbox", failures),
-                publisher=self.broker.publisher,  # type: ignore[arg-type]
+                source=lambda _: polling(url),
+                publisher=lambda _source: OnePublisher(self.broker),
                 pauses=self.pauses,
             )
         )
@@ -74,16 +70,3 @@ class Rig:
 
     def lanes(self) -> set[int]:
         return {lane for turn in self.broker.turns for lane in turn}
-
-
-@pytest.fixture(autouse=True)
-def without_the_rules_of_loop_fakes(monkeypatch):
-    """There a source is a fake as well."""
-    monkeypatch.setattr(Broker, "publisher", lambda self, _source: _publisher(self))
-
-
-def _publisher(broker: Broker) -> Any:
-    from loop_fakes import OnePublisher
-
-    broker.opened += 1
-    return OnePublisher(broker)

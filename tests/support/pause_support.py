@@ -156,10 +156,8 @@ def read(url: str) -> dict[Scope, pauses.Paused]:
         return {one.scope: one for one in read_pauses(connection, "outbox")}
 
 
-def obeyed(url: str, scopes: Collection[Scope], seconds: float = 30.0) -> None:
+def obeyed(url: str, scopes: Collection[Scope]) -> None:
     """Wait until every running relay obeys these."""
     wait_until(
-        lambda: (found := read(url)) and all(not found[scope].unconfirmed for scope in scopes),
-        seconds,
-        "relays to obey",
+        lambda: (found := read(url)) and all(not found[scope].unconfirmed for scope in scopes), what="relays to obey"
     )

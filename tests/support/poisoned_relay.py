@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -177,22 +178,11 @@ class Outboxed:
 @contextlib.contextmanager
 def relaying(settings: Any) -> Iterator[None]:
     """Run a relay in threads of this process."""
-    stop, abandon = threading.Event(), threading.Event()
-    relay = wiring.build(settings)
-    errors: list[BaseException] = []
-
-    def run() -> None:
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(wiring.build(settings).run, stop, threading.Event())
         try:
-            relay.run(stop, abandon)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the test
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-    if errors:
-        raise errors[0]
+            yield
+        finally:
+            stop.set()
+            running.result()

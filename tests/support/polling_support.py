@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -47,9 +48,25 @@ def clock_back(database) -> None:
         admin.execute("UPDATE outbox.lanes SET lease_until = lease_until + interval '1 h' WHERE owner IS NOT NULL")
 
 
+def polling(
+    url: str,
+    leases: Collection[Lease] = (),
+    *,
+    schema: str = "outbox",
+    policy: FailureSettings | None = None,
+    router: Router | None = None,
+    **options: Any,
+) -> PollingSource:
+    """Return a new source that holds these lanes."""
+    failures = Failures(schema, policy or FailureSettings(), router or Router())
+    source = PollingSource(Connector(url, "test"), schema, failures, **options)
+    for lease in leases:
+        source.hold(lease)
+    return source
+
+
 def source(database, lease, schema: str = "outbox") -> OneLane:
-    failures = Failures(schema, FailureSettings(), Router())
-    return OneLane(PollingSource(Connector(database.url, "test"), schema, failures), lease)
+    return OneLane(polling(database.url, schema=schema), lease)
 
 
 def add(database, *names: str) -> None:

@@ -12,16 +12,15 @@ from typing import Any
 
 import psycopg
 import pytest
+from polling_support import polling
 from support import tried
 
 from outbox._app import migrate as db
 from relay.core.ports import Batches, Claim, Receipt, UnsettledBatch
-from relay.database import Connector
 from relay.kafka.routing import Route, Router
 from relay.lanes import LaneTable
 from relay.polling import low_water_mark, sweep
 from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 
 BATCH = 2000
 ROUTES = Router({"Order": Route("orders")})
@@ -43,17 +42,9 @@ class Worker:
         self._sources: list[PollingSource] = []
 
     def source(self, router: Router = ROUTES, attempts: int = 1, **more: Any) -> PollingSource:
-        failures = Failures(
-            "outbox",
-            tried(attempts, 600.0, 600.0),
-            router,
-        )
-        connect = more.pop("connect", Connector(self.database.url, "test"))
-        source = PollingSource(connect, "outbox", failures, **more)
-        self._sources.append(source)
-        for lease in self.leases:
-            source.hold(lease)
-        return source
+        url = more.pop("url", self.database.url)
+        self._sources.append(polling(url, self.leases, policy=tried(attempts, 600.0, 600.0), router=router, **more))
+        return self._sources[-1]
 
     def limits(self, batch: int = BATCH) -> dict[int, int]:
         """As loop.py has them."""

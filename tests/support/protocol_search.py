@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ class _Progress:
         return next((state for state in states if state not in live), None)
 
 
-def explore(world: World, keys: str = "", *, faults: int, progress: bool = True, most: float = math.inf) -> Search:
+def explore(world: World, keys: str = "", *, faults: int, progress: bool = True) -> Search:
     """Try every order of actions with at most ``faults`` faults, breadth first, until a violation or the end.
 
     ``progress``: from every state, steps without faults must lead to all events being published and settled. A state is
@@ -70,12 +69,12 @@ def explore(world: World, keys: str = "", *, faults: int, progress: bool = True,
     # None of the many tuples is rubbish before the end: Python's collector would look through them again and again.
     gc.disable()
     try:
-        return _explore(world, keys, faults, progress, most)
+        return _explore(world, keys, faults, progress)
     finally:
         gc.enable()
 
 
-def _explore(world: World, keys: str, faults: int, progress: bool, most: float) -> Search:  # noqa: C901 - one loop, kept in one place for speed
+def _explore(world: World, keys: str, faults: int, progress: bool) -> Search:  # noqa: C901 - one loop, kept in one place for speed
     start = world.save()
     first = world.key(faults)
     parents: dict[int, tuple[int, Action] | None] = {first: None}
@@ -110,8 +109,6 @@ def _explore(world: World, keys: str, faults: int, progress: bool, most: float) 
                     parents[there] = (here, action)
                     following.append((world.save(), left - fault, there))
         frontier = following
-        if len(parents) > most:
-            return Search(len(parents), steps, depth, False)
     if progress and (state := live.stuck(parents)) is not None:
         trace = _trace(world, start, _actions(parents, state))
         return Search(len(parents), steps, depth, False, trace, "stuck: only a fault could lead to the end")

@@ -32,15 +32,15 @@ class TcpProxy:
 
     target_host, target_port   where connections go. The target may be away: clients are then closed. None: nowhere
                                before ``lead_to``, for a server that has to know the proxy's port when it starts.
-    listen_port                0: one that is free now, and that stays the same over ``stop`` and ``start``.
 
     A context manager: it listens inside the ``with`` block, and leaves no thread and no socket behind.
     """
 
     connection_type: type[Connection] = Connection
 
-    def __init__(self, target_host: str, target_port: int | None, listen_port: int = 0) -> None:
-        self.port = listen_port or free_ports(1)[0]
+    def __init__(self, target_host: str, target_port: int | None) -> None:
+        # It stays the same over ``stop`` and ``start``.
+        (self.port,) = free_ports(1)
         self._target = (target_host, target_port)
         self._changed = threading.Condition()
         self._dark = False

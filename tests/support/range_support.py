@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from spark_jobs.payloads.reading import Policy
 from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.incoming import Incoming, Messages
 from spark_jobs.task.input import TaskInput
-from spark_jobs.task.reader import ReaderSettings
+from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 MESSAGES = 25_000
 PART = 0
@@ -29,6 +30,11 @@ def span(start: int, end: int) -> Range:
 
 def settings(servers: str, **changed: Any) -> ReaderSettings:
     return ReaderSettings({"bootstrap.servers": servers}, "g", **changed)
+
+
+def opened_at(servers: str, **changed: Any) -> closing[RangeReader]:
+    """Return a reader, which is closed behind its block."""
+    return closing(RangeReader(settings(servers, **changed)))
 
 
 def offsets(parts: TaskInput[Messages]) -> list[int]:

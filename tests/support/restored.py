@@ -11,6 +11,7 @@ from support import wait_until
 
 from outbox.sandbox.postgres import PostgresServer
 
+NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
 KEPT = {"wal_keep_size": "1GB"}
 """Settings of a server that is to be restored: its WAL is the archive."""
 
@@ -52,9 +53,7 @@ class Backup:
     def here(self) -> str:
         """Mark the point. Returns the server's time."""
         ask(self._primary.url(), "SELECT pg_create_restore_point('here')")
-        return ask(
-            self._primary.url(), "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
-        )
+        return ask(self._primary.url(), NOW)
 
     def restore(self) -> Restored:
         """Return the server as it was at the point, on a new timeline. The primary must not run any more."""

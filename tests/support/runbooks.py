@@ -80,6 +80,10 @@ PLACEHOLDERS: Final = frozenset(
 """The words of which the page says that they stand for something else."""
 
 
+TYPED: Final[dict[str, set[str]]] = {}
+"""By the title of a section, what the tests of this process have typed of it."""
+
+
 def placeholders(step: str) -> set[str]:
     """Return the placeholders in a command or a query."""
     return {word for word in PLACEHOLDERS if re.search(rf"\b{word}\b", step)}
@@ -100,7 +104,7 @@ class Operator:
     monitor, operator, owner   addresses of the database for who may look, who may act, and who owns the tables.
     settings   of the commands, as the relay or the consumer has them, by their names in fixtures of relays.
     start      starts a relay with some more settings.
-    typed      the steps taken so far, by the title of the section.
+    typed      the steps taken so far, those of sections too that this one has a link to.
     """
 
     section: Section
@@ -109,7 +113,7 @@ class Operator:
     owner: str
     settings: Mapping[str, Any]
     start: Callable[..., RelayProcess]
-    typed: dict[str, set[str]] = field(default_factory=dict)
+    typed: set[str] = field(default_factory=set)
 
     def follow(self, title: str) -> Operator:
         """Go on with another section, to which this one has a link."""
@@ -201,7 +205,8 @@ class Operator:
 
     def _only(self, found: Sequence[str], wanted: str) -> str:
         assert len(found) == 1, f"{PAGE}, {self.section.title}: not one step is `{wanted}`, but {list(found)}"
-        self.typed.setdefault(self.section.title, set()).add(found[0])
+        self.typed.add(found[0])
+        TYPED.setdefault(self.section.title, set()).add(found[0])
         return found[0]
 
     def _filled(self, step: str, values: Mapping[str, object]) -> str:

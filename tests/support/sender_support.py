@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
+from relay.config import load, producer_options
 from relay.core.ports import Claim
+from relay.kafka.producer import BatchProducer, Sending
+from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
 
 OPTIONS = {"bootstrap.servers": "127.0.0.1:1"}
@@ -21,6 +25,12 @@ def claim(lane: int, position: int, kind: str = "Order", key: str = "k", value: 
 
 def events(lane: int, count: int) -> list[Claim]:
     return [claim(lane, 100 * lane + n) for n in range(1, count + 1)]
+
+
+def new_sender(topics: Topics | None = None, kafka: dict[str, str] | None = None, **more: Any) -> BatchProducer:
+    """A sender to a broker that is not there."""
+    options = producer_options(load(kafka=OPTIONS | (kafka or {})))
+    return BatchProducer(Sending(options, Router(), topics or AllThere(OPTIONS, create=False), "/shop", 60.0, **more))
 
 
 def soon() -> float:

@@ -11,7 +11,7 @@ from chaos.history import partition_of
 from inbox_support import FAST as INBOX
 from inbox_support import Running
 from restored import KEPT
-from runbook_support import change
+from rows_and_roles import execute
 from support import look_up
 from wal_support import to_wal
 
@@ -22,7 +22,6 @@ from outbox.sandbox.postgres import PostgresServer
 from relay.wal.lane_hash import lane_of
 
 FAST = {"fsync": "off", "autovacuum": "off", **KEPT}
-NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')"
 
 
 class Shop:
@@ -38,7 +37,7 @@ class Shop:
     def prepare(self, url: str) -> None:
         """Make its table; two lanes."""
         db.change_lanes(url, 2)
-        change(url, "CREATE TABLE shop (key text PRIMARY KEY, revision int NOT NULL)")
+        execute(url, "CREATE TABLE shop (key text PRIMARY KEY, revision int NOT NULL)")
 
     def write(self, url: str, rounds: int) -> list[str]:
         """Write so many events of each of four keys, each key's in one transaction. Returns their ids."""
@@ -101,7 +100,7 @@ def _apply_id(connection: psycopg.Connection[Any], message: KafkaMessage) -> Non
 
 def prepare_sink(url: str) -> None:
     """Make the table of a consumer's effects."""
-    change(url, "CREATE TABLE applied (n bigint GENERATED ALWAYS AS IDENTITY, event_id text)")
+    execute(url, "CREATE TABLE applied (n bigint GENERATED ALWAYS AS IDENTITY, event_id text)")
 
 
 def applied(url: str) -> list[str]:

@@ -6,11 +6,24 @@ import json
 import re
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 
 from support import wait_until
 
 LEASE = 1.0
 """Of the relays that are looked at, in seconds."""
+
+
+def get(url: str, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Return the status and the text of an answer. 0 while nobody answers."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers or {})), timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
 
 
 class Shown:
@@ -21,13 +34,8 @@ class Shown:
 
     def ready(self) -> tuple[int, dict[str, list[int]]]:
         """Return the status of /readyz, and which lanes wait for which reason. 0 while nobody answers."""
-        try:
-            with urllib.request.urlopen(f"http://{self.address}/readyz", timeout=30) as answer:
-                status, body = answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                status, body = error.code, error.read()
-        except OSError:
+        status, body = get(f"http://{self.address}/readyz")
+        if not status:
             return 0, {}
         found = json.loads(body)
         assert found["ready"] is (status == 200)
@@ -35,25 +43,14 @@ class Shown:
 
     def checks(self) -> tuple[int, list[str]]:
         """Return the status of /readyz?verbose, and its lines. 0 while nobody answers."""
-        try:
-            with urllib.request.urlopen(f"http://{self.address}/readyz?verbose", timeout=30) as answer:
-                return answer.status, answer.read().decode().splitlines()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode().splitlines()
-        except OSError:
-            return 0, []
+        status, text = get(f"http://{self.address}/readyz?verbose")
+        return status, text.splitlines()
 
-    def metric(self, name: str, reason: str | None = None, *, task: str | None = None) -> float:
-        """Return a figure; 0 for a task that has never failed."""
+    def metric(self, name: str, reason: str | None = None) -> float:
+        """Return a figure."""
         label = "" if reason is None else f',reason="{reason}"'
-        if task is not None:
-            label = f',task="{task}"'
-        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=30) as answer:
-            text = answer.read().decode()
+        _, text = get(f"http://{self.address}/metrics")
         found = re.search(rf'^outbox_relay_{name}{{outbox="[^"]+"{label}}} (.+)$', text, re.MULTILINE)
-        if found is None and task is not None:
-            return 0.0
         assert found is not None, text
         return float(found[1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import messaging_attributes as messaging
 from opentelemetry.semconv.attributes import error_attributes
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
+from support import nested
 
 from relay.config import load
 from relay.wiring import build
@@ -68,25 +70,16 @@ def no_provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextmanager
 def relay(database: Any, kafka: Any, **settings: Any) -> Iterator[None]:
     """A relay in this process, whose spans are those of the test."""
-    nested: dict[str, Any] = {}
-    for name, value in settings.items():
-        section, _, inner = name.partition("__")
-        if inner:
-            nested.setdefault(section, {})[inner] = value
-        else:
-            nested[name] = value
-    given = load(
-        database_url=database.url, kafka={"bootstrap.servers": kafka.bootstrap_servers}, create_topics=True, **nested
-    )
-    stop, abandon = threading.Event(), threading.Event()
-    running = threading.Thread(target=build(given).run, args=(stop, abandon))
-    running.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        running.join(60)
-        assert not running.is_alive()
+    kafka_options = {"bootstrap.servers": kafka.bootstrap_servers}
+    given = load(database_url=database.url, kafka=kafka_options, create_topics=True, **nested(settings))
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(build(given).run, stop, threading.Event())
+        try:
+            yield
+        finally:
+            stop.set()
+            running.result(60)
 
 
 def context_of(span: ReadableSpan) -> SpanContext:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ class Standby(PostgresServer):
         *,
         synced_slots: bool = False,
         via_port: int | None = None,
-        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.primary = primary
         source = f"host=127.0.0.1 port={via_port or primary.port} user={USER} application_name=standby dbname=postgres"
@@ -54,7 +52,7 @@ class Standby(PostgresServer):
         own = {"primary_conninfo": source, "primary_slot_name": PHYSICAL_SLOT, "wal_retrieve_retry_interval": "100ms"}
         if synced_slots:
             own |= {"sync_replication_slots": "on", "hot_standby_feedback": "on"}
-        super().__init__(settings={**primary._settings, **own, **(settings or {})})
+        super().__init__(settings={**primary._settings, **own})
 
     def _initdb(self, target: Path) -> None:
         """Copy the primary instead of making a new cluster."""

@@ -10,9 +10,9 @@ from typing import Any
 import psycopg
 import pytest
 from standby import Standby
-from support import tried, wait_until
+from support import tried, wait_until, write
 
-from outbox import Event, Outbox
+from outbox import Event
 from outbox._app import migrate as db
 from outbox._app.choices import OnFailure
 from outbox.errors import OutboxError, SchemaError
@@ -46,7 +46,7 @@ from relay.wal.session import Stream, StreamSession
 from relay.wal.slot import SlotNames
 from relay.wal.source import StreamSource
 
-BLOCK = Router({"Order": Route("orders"), "Bill": Route("bills")})
+BLOCK = Router({"Order": Route("orders")})
 SKIP = Router({"Order": Route("orders", OnFailure.SKIP)})
 MANY = 1000
 
@@ -58,17 +58,15 @@ class Killed(BaseException):
 class Kafka:
     """What is committed, and the last marker of every lane. Names and keys in ``bad`` are refused.
 
-    ``missing`` are aggregate types whose topic is missing, ``stuck`` lanes that can't be taken over. ``kill`` is asked
-    at "before" and "after" a turn is committed, and at "between" two lanes of a turn without a transaction; ``fail`` is
-    asked for the error of a turn ("before"), of which an acknowledgement is lost ("after"), and whether a key's events
-    fail (its name).
+    ``stuck`` are lanes that can't be taken over. ``kill`` is asked at "before" and "after" a turn is committed, and at
+    "between" two lanes of a turn without a transaction; ``fail`` is asked for the error of a turn ("before"), of which
+    an acknowledgement is lost ("after"), and whether a key's events fail (its name).
     """
 
     def __init__(self) -> None:
         self.published: list[Claim] = []
         self.markers: dict[int, Marker] = {}
         self.bad: set[str] = set()
-        self.missing: set[str] = set()
         self.stuck: set[int] = set()
         self.away = False
         self.kill: Callable[[str], bool] = lambda _point: False
@@ -86,7 +84,6 @@ class Producer:
         self._store = source.store
         self._once = once
         self._joined: dict[int, tuple[Lease, Identity]] = {}
-        self._paused: set[str] = set()
         self._closed = False
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
@@ -144,13 +141,13 @@ class Producer:
         kafka = self._kafka
         divided = {lane: self._divided(claims) for lane, claims in batches.items()}
         receipts = {}
-        for lane, (sent, refused, left_out) in divided.items():
+        for lane, (sent, refused) in divided.items():
             batch = None
             if sent:
                 batch = kafka.markers[lane].batch + 1
                 kafka.markers[lane] = self._marker(lane, batch, sent)
                 kafka.published += sent
-            receipts[lane] = Receipt(UnsettledBatch(sent, batch=batch), refused, left_out)
+            receipts[lane] = Receipt(UnsettledBatch(sent, batch=batch), refused)
         if failure := kafka.fail("after"):
             # Committed, and nobody knows.
             return Failed(failure)
@@ -161,38 +158,33 @@ class Producer:
         receipts = {}
         failure = None
         for lane, claims in batches.items():
-            sent, refused, left_out = self._divided(claims)
+            sent, refused = self._divided(claims)
             failing = {key for key in {claim.aggregate_id for claim in claims} if (error := kafka.fail(key))}
             failure = failure or (error if failing else None)
             sent = [claim for claim in sent if claim.aggregate_id not in failing]
             refused = [result for result in refused if result[0].aggregate_id not in failing]
             kafka.published += sent
-            receipts[lane] = Receipt(UnsettledBatch(sent), refused, left_out and failure is None)
+            receipts[lane] = Receipt(UnsettledBatch(sent), refused)
             if kafka.kill("between"):
                 raise Killed
         return Completed(receipts) if failure is None else Failed(failure, receipts)
 
-    def _divided(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Refusal], bool]:
+    def _divided(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Refusal]]:
         sent: list[Claim] = []
         refused: list[Refusal] = []
         waiting: set[str] = set()
-        left_out = False
         for claim in claims:
             if claim.aggregate_id in waiting:
                 continue
-            if claim.aggregate_type in self._kafka.missing:
-                waiting.add(claim.aggregate_id)
-                self._paused.add(claim.aggregate_type)
-                left_out = True
-            elif self._kafka.bad & {claim.event_type, claim.aggregate_id}:
+            if self._kafka.bad & {claim.event_type, claim.aggregate_id}:
                 waiting.add(claim.aggregate_id)
                 refused.append((claim, "bad"))
             else:
                 sent.append(claim)
-        return sent, refused, left_out
+        return sent, refused
 
     def paused(self) -> frozenset[Kind]:
-        return frozenset((kind, False) for kind in self._paused & self._kafka.missing)
+        return frozenset()
 
     def serve(self) -> None: ...
 
@@ -358,13 +350,10 @@ class Outboxed:
             self.stream.close()
             self.stream = None
 
-    def add(self, *names: str, commit: bool = True, kind: str = "Order") -> None:
+    def add(self, *names: str) -> None:
         """Write events called key-number, as in a1, in one transaction."""
-        with psycopg.connect(self.url) as connection:
-            Outbox().add_many(connection, [Event(kind, name[0], name, {"n": name}) for name in names])
-            if not commit:
-                connection.rollback()
-        for name in names if commit else ():
+        write(self.url, [Event("Order", name[0], name, {"n": name}) for name in names])
+        for name in names:
             self.written[name[0]].append(name)
 
     def rows(self, query: str, *values: Any) -> list[Any]:
@@ -389,9 +378,13 @@ class Outboxed:
         for channel in self.session()._channels.values():
             assert (list(channel._taken), list(channel._waiting), channel._settled) == ([], [], set())
 
+    def given(self) -> int:
+        """Return how many events the stream has given."""
+        return sum(channel.put_count for channel in self.session()._channels.values())
+
     def read(self, count: int) -> None:
         """Wait until the stream has given so many events."""
-        wait_until(lambda: sum(channel.put_count for channel in self.session()._channels.values()) >= count)
+        wait_until(lambda: self.given() >= count)
 
     def fail_over(self, standby: Standby, url: str) -> None:
         """The relay is gone, and so is the primary."""

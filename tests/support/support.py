@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -140,6 +140,18 @@ def tried(attempts: int, first_seconds: float, longest_seconds: float) -> Failur
     return FailureSettings(
         max_attempts=attempts, min_backoff_seconds=first_seconds, max_backoff_seconds=longest_seconds
     )
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with names as ``relay__lease_seconds`` as ``load`` takes them."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, inner = name.partition("__")
+        if inner:
+            found.setdefault(section, {})[inner] = value
+        else:
+            found[name] = value
+    return found
 
 
 def write(url: str, events: Iterable[Event]) -> list[UUID]:

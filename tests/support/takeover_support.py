@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 
 import psycopg
 import pytest
+from polling_support import polling
 from support import tried, write
 
 from outbox import Event
@@ -19,18 +20,15 @@ from outbox.errors import OutboxError
 from relay.config import delivery_seconds, load, producer_options, state_topic_name
 from relay.core.lease import Lease
 from relay.core.ports import Batches, Completed, Receipt, Sent
-from relay.database import Connector
 from relay.kafka.fencing import fence
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.producer import Sending
-from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.transactional import TransactionalPublisher
 from relay.lanes import LaneTable
 from relay.parts import build_router, build_topics
 from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 
 LANES = 6
 
@@ -54,12 +52,8 @@ class Tables:
 
     def source(self, leases: Collection[Lease], *, archive: bool = False) -> PollingSource:
         # What is refused comes back in no test, however slow the machine is.
-        failures = Failures("outbox", tried(10, 600.0, 600.0), Router())
-        source = PollingSource(Connector(self.url, "test"), "outbox", failures, archive=archive)
-        self.opened.append(source)
-        for lease in leases:
-            source.hold(lease)
-        return source
+        self.opened.append(polling(self.url, leases, policy=tried(10, 600.0, 600.0), archive=archive))
+        return self.opened[-1]
 
     def add(self, *keys: str, kind: str = "Order") -> None:
         write(self.url, [Event(kind, key, "T", {}) for key in keys])
@@ -120,21 +114,13 @@ class Worker:
             fence(options, transactional_id)
 
         takeover = Takeover(
-            self.source.store,
-            self.place.state,
-            fencing,
-            self.base_id if self.exact else None,
-            abandoned=self.abandoned,
+            self.source.store, self.place.state, fencing, self.base_id if self.exact else None, abandoned=self.abandoned
         )
         if not self.exact:
             made = IdempotentPublisher(sending, takeover)
         else:
             made = TransactionalPublisher(
-                sending,
-                base_id=self.base_id,
-                takeover=takeover,
-                lane_count=LANES,
-                state=self.place.state,
+                sending, base_id=self.base_id, takeover=takeover, lane_count=LANES, state=self.place.state
             )
             if not self.place.slow_commits_count:
                 made._clean_seconds = 3600.0
@@ -164,9 +150,9 @@ class Worker:
         self.source.settle(sent.receipts)
         return sent
 
-    def in_hand(self, limit: int = 2) -> Batches:
+    def in_hand(self) -> Batches:
         """Read a turn, which is not published."""
-        batches = self.source.fetch({lease.lane: limit for lease in self.leases}).batches
+        batches = self.source.fetch({lease.lane: 2 for lease in self.leases}).batches
         self.source.settle({lane: Receipt() for lane in batches})
         return batches
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Produ
 from confluent_kafka.cimpl import TopicPartition
 from support import wait_until
 
-from outbox.transform import (
-    Record,
-    Transformer,
-)
+from outbox.transform import Record, Transformer
 
-SCRIPT = Path(__file__).parents[1] / "support" / "transformer.py"
+SCRIPT = Path(__file__).with_name("transformer.py")
 KEYS = 200
 
 # The coordinator's answers while it moves or starts.
@@ -116,24 +114,13 @@ def place(outbox_kafka) -> Iterator[Place]:
 def running(member: Transformer) -> Iterator[threading.Event]:
     """Run a member in a thread; its error is the test's."""
     stop = threading.Event()
-    errors: list[BaseException] = []
-
-    def work() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(member.run, stop)
         try:
-            member.run(stop)
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield stop
-    finally:
-        stop.set()
-        thread.join(120)
-        assert not thread.is_alive()
-        if errors:
-            raise errors[0]
+            yield stop
+        finally:
+            stop.set()
+            running.result(120)
 
 
 def copied(place: Place) -> Callable[[Message], Iterator[Record]]:

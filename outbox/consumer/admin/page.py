@@ -43,7 +43,7 @@ SELECT id, grp, topic, part, message_offset, message_id, reason, error, state, a
 # Along the primary key: the newest ids of today, and when each was applied. The id's first 48 bits are its time.
 _LATENCIES: Final = """
 SELECT extract(epoch FROM n.seen_at)::float8
-       - ('x' || left(replace(n.message_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0::float8
+       - ('x' || left(replace(n.message_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0::float8 AS seconds
   FROM {groups} AS g
  CROSS JOIN LATERAL (SELECT p.message_id, p.seen_at FROM {processed_messages} AS p
                       WHERE p.grp = g.grp AND p.day = (clock_timestamp() AT TIME ZONE 'UTC')::date
@@ -100,12 +100,8 @@ class ConsumerPages:
 
         Only of ids with a time in them, and by the clocks of the writer and of the sink's server.
         """
-        with clear_errors("reading latencies"), self._connection.transaction():
-            self._connection.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            rows = self._connection.execute(
-                statement(self._schema, _LATENCIES), {"newest": _NEWEST, "recent": _RECENT_SECONDS}
-            ).fetchall()
-        return sorted(max(float(seconds), 0.0) for (seconds,) in rows)
+        rows = self._run("reading latencies", _LATENCIES, {"newest": _NEWEST, "recent": _RECENT_SECONDS})
+        return sorted(max(float(row["seconds"]), 0.0) for row in rows)
 
     def _run(self, doing: str, query: LiteralString, values: dict[str, Any]) -> list[dict[str, Any]]:
         with clear_errors(doing), self._connection.transaction():

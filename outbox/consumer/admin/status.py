@@ -11,7 +11,7 @@ import psycopg
 
 from outbox._clients.counting import counted
 from outbox._clients.visible import VisibleTables
-from outbox.consumer.admin.offsets import Group, Offsets, PartitionOffsets
+from outbox.consumer.admin.offsets import Group, Offsets
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import clear_errors
@@ -187,29 +187,22 @@ def look(
     return found, away, visible.hidden
 
 
-def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaAdmin) -> dict[str, Sequence[StandingPartition]]:
+def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaAdmin) -> dict[str, list[StandingPartition]]:
     """Return the partitions of each group that have not moved since a time, and in which older messages wait."""
-    found: dict[str, list[tuple[PartitionOffsets, int, int, dt.datetime]]] = {}
-    for group in groups:
-        for one in group.positions:
-            moved = one.updated_at or group.taken_at
-            if one.lag and one.end is not None and moved <= since:
-                begin = max(one.next_offset or 0, one.first or 0)
-                found.setdefault(group.group, []).append((one, begin, one.end, moved))
-    asked = {(one.topic, one.part) for rows in found.values() for one, *_ in rows}
-    if not asked:
+    still = [
+        (group.group, one, moved)
+        for group in groups
+        for one in group.positions
+        if one.lag and one.end is not None and (moved := one.updated_at or group.taken_at) <= since
+    ]
+    if not still:
         return {}
-    first_newer = kafka.at_time(asked, since)
-    return {
-        group: [
-            StandingPartition(one.topic, one.part, begin, waiting, moved)
-            for one, begin, end, moved in rows
-            if (waiting := _older(first_newer[one.topic, one.part], end) - begin) > 0
-        ]
-        for group, rows in found.items()
-    }
-
-
-def _older(first_newer: int | None, end: int) -> int:
-    """Return the end of the messages that are older than the first newer one: all, where there is none."""
-    return end if first_newer is None else min(first_newer, end)
+    first_newer = kafka.at_time({(one.topic, one.part) for _, one, _ in still}, since)
+    found: dict[str, list[StandingPartition]] = {}
+    for group_name, one, moved in still:
+        begin, end, newer = max(one.next_offset or 0, one.first or 0), one.end or 0, first_newer[one.topic, one.part]
+        # Without a newer message all of them are older.
+        if (waiting := (end if newer is None else min(newer, end)) - begin) > 0:
+            standing = StandingPartition(one.topic, one.part, begin, waiting, moved)
+            found.setdefault(group_name, []).append(standing)
+    return found

@@ -149,12 +149,7 @@ def find(
         calls.setdefault(row.pop("grp"), []).append(CallTrace(**row))
     wanted = {*topics, *(topic for topic, _, _ in places)}
     groups = sorted({row["grp"] for row in offsets if row["topic"] in wanted} | set(seen) | set(letters) | set(calls))
-    return [
-        GroupTrace(group, "given-up", external=calls.get(group, ()), lost_at=lost[group])
-        if group in lost
-        else _of_group(group, seen, letters, offsets, places, calls.get(group, ()))
-        for group in groups
-    ]
+    return [_of_group(group, lost, seen, letters, offsets, places, calls.get(group, ())) for group in groups]
 
 
 def topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:
@@ -165,12 +160,15 @@ def topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:
 
 def _of_group(
     group: str,
+    lost: dict[str, dt.datetime],
     seen: dict[str, dt.datetime],
     letters: dict[str, dict[str, Any]],
     offsets: Sequence[dict[str, Any]],
     places: Sequence[tuple[str, int, int]],
     external: Sequence[CallTrace],
 ) -> GroupTrace:
+    if group in lost:
+        return GroupTrace(group, "given-up", external=external, lost_at=lost[group])
     if group in letters:
         row = letters[group]
         letter = DeadLetterTrace(*(row[name] for name in ("id", "reason", "state", "attempts", "error", "died_at")))
@@ -178,11 +176,7 @@ def _of_group(
     if group in seen:
         return GroupTrace(group, "applied", seen[group], external=external)
     next_offsets = {(row["topic"], row["part"]): row["next_offset"] for row in offsets if row["grp"] == group}
-    there = [(offset, next_offsets.get((topic, part))) for topic, part, offset in places]
-    if not there:
-        return GroupTrace(group, "unknown", external=external)
-    for offset, reached in there:
-        if reached is not None and reached > offset:
-            return GroupTrace(group, "passed", external=external)
-    behind = [offset - reached for offset, reached in there if reached is not None]
+    behind = [offset - next_offsets[topic, part] for topic, part, offset in places if (topic, part) in next_offsets]
+    if not places or min(behind, default=0) < 0:
+        return GroupTrace(group, "passed" if places else "unknown", external=external)
     return GroupTrace(group, "waiting", behind=min(behind, default=None), external=external)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from psycopg.conninfo import conninfo_to_dict
+
+from outbox._app.settings import is_loopback
 from outbox._clients.checks import Check, Finding, Level, ok, warning
 from outbox.consumer.admin import checks as consumers
 from outbox.consumer.admin.status import has_tables
@@ -15,7 +18,6 @@ from relay.database import Connector
 from relay.insights import OutboxState, look_at_tables
 from relay.operations.doctor import kafka, names, postgres
 from relay.operations.doctor.run import run
-from relay.operations.doctor.transport import check_transport
 from relay.operations.guarantee import Strategy, guarantee
 from relay.parts import build_router
 from relay.settle.settlement import lanes_text
@@ -31,6 +33,9 @@ EXPLAINED: Final[Mapping[Delivery, str]] = {
     "lost and none is there twice, in order per key, whatever is killed. Costs a few milliseconds per batch. For "
     "consumers without dedup, such as Spark jobs with OffsetsOnly. A replay is a second event to these.",
 }
+
+_ENCRYPTED: Final = frozenset({"ssl", "sasl_ssl"})
+_VERIFYING: Final = frozenset({"verify-ca", "verify-full"})
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
@@ -82,6 +87,37 @@ def _checks(settings: Settings, options: Mapping[str, str], known: _Known) -> It
         run,
         do="check OUTBOX_KAFKA__BOOTSTRAP_SERVERS and the credentials",
     )
+
+
+def check_transport(settings: Settings) -> Iterator[Finding]:
+    """Check whether passwords and events can be read, or a server be impersonated, on the way. Asks no server."""
+    protocol = settings.kafka.get("security.protocol", "plaintext").lower()
+    servers = [server.rpartition(":")[0] for server in settings.require_kafka().split(",")]
+    if protocol not in _ENCRYPTED and not all(map(_is_local, servers)):
+        passwords = protocol == "sasl_plaintext"
+        yield warning(
+            "Kafka, TLS",
+            f"security.protocol is {protocol}: {'the credentials and ' if passwords else ''}all events can be read "
+            "on the way to the brokers",
+            f"set OUTBOX_KAFKA__SECURITY_PROTOCOL={'SASL_SSL' if passwords else 'SSL'}, and "
+            "OUTBOX_KAFKA__SSL_CA_LOCATION for an authority of your own",
+        )
+    given = conninfo_to_dict(settings.require_database())
+    hosts = str(given.get("host") or given.get("hostaddr") or "").split(",")
+    mode = str(given.get("sslmode") or "prefer")
+    if mode not in _VERIFYING and not all(map(_is_local, hosts)):
+        asked = "is not set, and libpq's default is prefer" if "sslmode" not in given else f"is {mode}"
+        yield warning(
+            "Postgres, TLS",
+            f"sslmode {asked}: a server that is not verified, or without TLS, gets the password and the events",
+            "add ?sslmode=verify-full&sslrootcert=system to the URL, or name your authority's file",
+        )
+
+
+def _is_local(host: str) -> bool:
+    """Return whether a host is this machine: a socket, localhost, or a loopback address."""
+    name = host.strip().strip("[]")
+    return not name or name.startswith(("/", "@")) or is_loopback(f"{name}:0")
 
 
 def _outbox(settings: Settings, known: _Known) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -14,13 +14,14 @@ from outbox._app.text import bytes_text
 from outbox._clients.checks import Check, Finding, failure, ok, warning
 from relay.config import Settings, SourceKind
 from relay.insights import without_event
-from relay.operations.doctor.run import Rows, asking
 from relay.operations.guarantee import slot_cost
 from relay.operations.recover import CLOCKS
 from relay.operations.wal_setup import Cdc, Status
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import names_of
 from relay.wal.slot import Slot, slot_names
+
+Rows = list[tuple[Any, ...]]
 
 _SERVER: Final = """
 SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit'),
@@ -69,23 +70,27 @@ _MAY_COMPARE: Final = "SELECT has_database_privilege(current_database(), 'CREATE
 def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Check]:
     """Return the checks of the server's settings, the outbox's tables, ids, source, slot and rights."""
     schema = settings.db_schema
-    ask = asking(connection, _names(schema))
+    in_schema = _names(schema)
+
+    def ask(statement: str, **values: Any) -> Callable[[], Rows]:
+        return lambda: connection.execute(sql.SQL(statement).format(**in_schema), values or None).fetchall()
+
     yield Check("Postgres", ask(_SERVER), _server)
     yield Check("ids of events", partial(check_ids, connection, schema), grant=f"SELECT on the tables of {schema}")
     # What follows reads these tables.
     yield Check("tables", partial(_tables, connection, settings), essential=True)
     if connection.info.server_version >= _PUBLISHES_GENERATED:
         yield Check("publications", ask(_PUBLICATIONS_OF_DELETES, schema=schema), partial(_publications, schema))
-    names = slot_names(settings)
+    slot = slot_names(settings)
     yield Check(
-        "source", Cdc(connection, names).status, partial(_sources, settings), f"SELECT on {schema}.lanes and streams"
+        "source", Cdc(connection, slot).status, partial(_sources, settings), f"SELECT on {schema}.lanes and streams"
     )
     if settings.source is SourceKind.WAL:
         knows = connection.info.server_version >= _FAILOVER_FROM
-        query = ask(_STANDBYS.replace("{failover}", "failover" if knows else "false"), slot=names.slot)
-        yield Check("slot, failover", query, partial(_failover, f"slot {names.slot}, failover", knows))
+        query = ask(_STANDBYS.replace("{failover}", "failover" if knows else "false"), slot=slot.slot)
+        yield Check("slot, failover", query, partial(_failover, f"slot {slot.slot}, failover", knows))
     yield Check(
-        "slot, cost", partial(_cost, Slot(connection, names), settings, names.slot), grant=f"SELECT on {schema}.streams"
+        "slot, cost", partial(_cost, Slot(connection, slot), settings, slot.slot), grant=f"SELECT on {schema}.streams"
     )
     yield Check("rights", ask(_MAY_SET_FROM_RELAY), partial(_rights, schema))
     grant = f"SELECT on {schema}.events, failures and dead_letters"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 import psycopg
 import sqlalchemy as sa
 from confluent_kafka import KafkaError, KafkaException
-from psycopg import errors, sql
+from psycopg import errors
 
 from outbox._clients.checks import Check, Finding, Level, failure, warning
 from outbox._clients.errors import first_line
@@ -22,19 +22,6 @@ _DENIED: Final = {
     KafkaError.GROUP_AUTHORIZATION_FAILED: "grant DESCRIBE on the group",
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "grant DESCRIBE on the transactional ids",
 }
-
-Rows = list[tuple[Any, ...]]
-
-
-def asking(
-    connection: psycopg.Connection[Any], names: Mapping[str, sql.Composable]
-) -> Callable[..., Callable[[], Rows]]:
-    """Return what makes a check's query of a statement in which these names stand, and of the values bound to it."""
-
-    def ask(statement: str, **values: Any) -> Callable[[], Rows]:
-        return lambda: connection.execute(sql.SQL(statement).format(**names), values or None).fetchall()
-
-    return ask
 
 
 def run(checks: Iterable[Check]) -> Iterator[Finding]:

@@ -12,11 +12,10 @@ from starlette.responses import Response
 from outbox.consumer.admin.offsets import Group
 from outbox.consumer.admin.status import GroupState
 from outbox.errors import ConfigurationError
-from outbox.external.reservations import Chosen
+from outbox.external.reservations import Chosen, ReservationAdmin
 from relay.page.api import CONFIRMED, Rows, View
 from relay.page.page import Form, Page
 
-_CALLS = 50
 _CALL = {
     "message_id": "the call's message",
     "group": "the call's group",
@@ -28,7 +27,7 @@ _CALL = {
 def routes(page: Page) -> list[View]:
     def show(request: Request) -> Response:
         overview = page.sampler.latest()
-        calls, unseen = page.read(lambda: page.consumers.stuck_calls(_CALLS))
+        calls, unseen = page.read(page.consumers.stuck_calls)
         return page.render(
             request,
             "consumers.html",
@@ -81,7 +80,7 @@ def _change(page: Page, what: str, request: Request, form: Form) -> Response:
         group, name, message_id = page.chosen(request, form)
     page.audit(request, f"{what} external call", reason, {"which": f"{group}/{name} {message_id}"})
     chosen = Chosen(group, name, [message_id])
-    with page.consumers.reservations() as calls:
+    with page.consumers.opened(ReservationAdmin) as calls:
         done = calls.cancel(chosen, reason or "") if what == "cancel" else calls.retry(chosen, why=reason)
     word = "cancelled" if what == "cancel" else "retried"
     return page.done(request, "/consumers", f"the call will be {word}" if done else "the call is no longer stuck")

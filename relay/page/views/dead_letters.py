@@ -11,7 +11,9 @@ from starlette.responses import Response
 
 from outbox._clients.counting import counted
 from outbox.consumer.admin import page as consumer_pages
+from outbox.consumer.admin.dead_letters import DeadLetters as MessageDeadLetters
 from outbox.consumer.admin.dead_letters import Selection as MessageSelection
+from outbox.consumer.admin.page import ConsumerPages
 from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letters import COUNTS, DeadLetters, FailureCursor, Filter, Selection
@@ -187,12 +189,12 @@ class _ConsumerSide:
         """Return the groups of messages; none without the consumers' tables."""
         if not self._page.consumers.exist():
             return []
-        with self._page.consumers.pages() as pages:
+        with self._page.consumers.opened(ConsumerPages) as pages:
             return pages.dead_letter_groups()
 
     def index(self, request: Request) -> Response:
         chosen, filters = self._filter(request.query_params.get)
-        with self._page.consumers.pages() as pages:
+        with self._page.consumers.opened(ConsumerPages) as pages:
             rows, after = pages.dead_letters(chosen, number_of(request.query_params.get("after")))
         more = None if after is None else urlencode({**filters, "after": after})
         return self._page.render(
@@ -214,7 +216,7 @@ class _ConsumerSide:
         chosen, filters = self._filter(form.exact)
         if not filters:
             raise ConfigurationError("give the numbers of dead letters, or a group of them")
-        with self._page.consumers.pages() as pages:
+        with self._page.consumers.opened(ConsumerPages) as pages:
             selection = pages.selection(chosen)
         if not (size := self.size(selection)):
             raise ConfigurationError("no dead letter matches any more")
@@ -228,12 +230,12 @@ class _ConsumerSide:
         return [f"{counted(self.size(selection), 'message')} would be {'discarded for good' if discard else 'retried'}"]
 
     def retry(self, selection: Any) -> str:
-        with self._page.consumers.dead_letters() as letters:
+        with self._page.consumers.opened(MessageDeadLetters) as letters:
             done = letters.retry(selection)
         return f"{counted(len(done), 'message')} will be retried in the next round of their groups"
 
     def discard(self, selection: Any, reason: str) -> str:
-        with self._page.consumers.dead_letters() as letters:
+        with self._page.consumers.opened(MessageDeadLetters) as letters:
             done = letters.discard(selection, reason)
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
         return f"{_were(len(done.gone), 'message')} discarded{freed}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from starlette.requests import Request
@@ -59,7 +59,8 @@ def routes(page: Page) -> list[View]:
         with page.outbox() as connection:
             changes = pauses.pause(connection, page.schema, scopes, reason, may_write=may_write)
             missing = pauses.unconfirmed(connection, page.schema, changes, _CONFIRM_SECONDS)
-        return page.done(request, "/relays", _changed(changes) + _missing(missing))
+        done = "; ".join(f"{one.scope} {'is' if one.changed else 'was already'} paused" for one in changes)
+        return page.done(request, "/relays", done + (f". Not confirmed yet by {', '.join(missing)}" if missing else ""))
 
     def resume(request: Request, form: Form) -> Response:
         scope = _scope(form.require("scope", "what to resume"), form.get("name") or "")
@@ -107,11 +108,3 @@ def _scope(kind: str, name: str) -> Scope:
     if kind == ScopeKind.LANE and not (name.isascii() and name.isdecimal() and len(name) <= 5 and int(name) < 32_768):
         raise ConfigurationError(f"{name[:80]!r} is not the number of a lane")
     return Scope(ScopeKind(kind), "" if kind == ScopeKind.ALL else str(int(name)) if kind == ScopeKind.LANE else name)
-
-
-def _changed(changes: Sequence[pauses.PauseChange]) -> str:
-    return "; ".join(f"{one.scope} {'is' if one.changed else 'was already'} paused" for one in changes)
-
-
-def _missing(relays: Sequence[str]) -> str:
-    return f". Not confirmed yet by {', '.join(relays)}" if relays else ""

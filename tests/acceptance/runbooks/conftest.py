@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from psycopg import sql
-from rows_and_roles import drop_role
-from runbook_support import TYPED, Orders, change
+from rows_and_roles import execute, login_role
+from runbook_support import Orders
 from runbooks import Operator
 from shop import Shop
 from support import IMPATIENT
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox.kafka import KafkaCluster
-from outbox.testing.fixtures import RelayProcess, token
+from outbox.testing.fixtures import RelayProcess
 from relay.cli.app import app
 
 LEASE = 1.0
@@ -25,28 +25,23 @@ LEASE = 1.0
 @pytest.fixture
 def role(outbox_postgres) -> Iterator[Callable[..., str]]:
     """A function that makes a role of these kinds, and returns its name."""
-    made = []
 
     def make(*kinds: str) -> str:
-        name = f"{kinds[0]}_{token()}"
-        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
-        made.append(name)
+        name = made.enter_context(login_role(admin, kinds[0]))
         grants = ["db", "roles", *(f"{kind}={name}" for kind in kinds), "--apply"]
         done = CliRunner().invoke(app, grants, env={"OUTBOX_DATABASE_URL": outbox_postgres.url})
         assert done.exit_code == 0, done.output
         return name
 
-    with outbox_postgres.connect(autocommit=True) as admin:
+    with outbox_postgres.connect(autocommit=True) as admin, ExitStack() as made:
         yield make
-        for name in made:
-            drop_role(admin, name)
 
 
 @pytest.fixture
 def monitor(outbox_postgres, role) -> str:
     """The address of the database for a role that may only look."""
     name = role("monitor", "consumer-monitor")
-    change(outbox_postgres.url, f"GRANT pg_monitor TO {name}")
+    execute(outbox_postgres.url, f"GRANT pg_monitor TO {name}")
     return outbox_postgres.url.replace("postgres@", f"{name}@")
 
 
@@ -70,47 +65,34 @@ def settings(outbox_kafka, address) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def operator(section, outbox_postgres, role, monitor, outbox_relay, settings) -> Iterator[Operator]:
-    """Somebody who follows the section of the test."""
+def starting(outbox_relay, settings: dict[str, Any], **own: Any) -> Callable[..., RelayProcess]:
+    """Return what starts a relay with these settings, as they are then, and some more; None: without this one."""
 
     def start(*arguments: str, **more: Any) -> RelayProcess:
         # The factory has a name of its own for these.
-        servers = settings["kafka__bootstrap_servers"]
-        given = {
-            "program": IMPATIENT,
-            "bootstrap_servers": servers,
-            **settings,
-            "kafka__bootstrap_servers": None,
-            **more,
-        }
+        servers = {"bootstrap_servers": settings["kafka__bootstrap_servers"], "kafka__bootstrap_servers": None}
+        given = {**own, **settings, **servers, **more}
         return outbox_relay(*arguments, **{name: value for name, value in given.items() if value is not None})
 
-    operators = outbox_postgres.url.replace("postgres@", f"{role('operator', 'consumer-operator')}@")
-    made = Operator(section, monitor, operators, outbox_postgres.url, settings, start)
-    yield made
-    for title, steps in made.typed.items():
-        TYPED.setdefault(title, set()).update(steps)
+    return start
 
 
 @pytest.fixture
-def follow(section, outbox_relay, settings) -> Iterator[Callable[[str], Operator]]:
+def operator(section, outbox_postgres, role, monitor, outbox_relay, settings) -> Operator:
+    """Somebody who follows the section of the test."""
+    start = starting(outbox_relay, settings, program=IMPATIENT)
+    operators = outbox_postgres.url.replace("postgres@", f"{role('operator', 'consumer-operator')}@")
+    return Operator(section, monitor, operators, outbox_postgres.url, settings, start)
+
+
+@pytest.fixture
+def follow(section, outbox_relay, settings) -> Callable[[str], Operator]:
     """A function that makes an operator who follows the section of the test, as the owner of a database."""
-    made = []
 
     def operator(url: str) -> Operator:
-        def start(*arguments: str, **more: Any):
-            given = {**settings, "database_url": url, **more}
-            servers = given.pop("kafka__bootstrap_servers")
-            return outbox_relay(*arguments, bootstrap_servers=servers, **given)
+        return Operator(section, url, url, url, settings, starting(outbox_relay, settings, database_url=url))
 
-        made.append(Operator(section, url, url, url, settings, start))
-        return made[-1]
-
-    yield operator
-    for one in made:
-        for title, steps in one.typed.items():
-            TYPED.setdefault(title, set()).update(steps)
+    return operator
 
 
 @pytest.fixture
@@ -118,11 +100,10 @@ def shop(outbox_kafka) -> Shop:
     return Shop(outbox_kafka)
 
 
-@pytest.fixture(scope="session")
-def new_kafka() -> Iterator[KafkaCluster]:
+@pytest.fixture
+def new_kafka(of_group) -> KafkaCluster:
     """The cluster that is there instead of the lost one. It has nothing of the tests' outboxes."""
-    with KafkaCluster() as cluster:
-        yield cluster
+    return of_group.once(KafkaCluster)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from uuid import UUID
 
 import psycopg
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+from restored import NOW
 from runbook_support import every_step_was_taken, of
-from shop import NOW
 from standby import ask
 from support import drained, look_up, wait_until
 from uuid_utils.compat import uuid7

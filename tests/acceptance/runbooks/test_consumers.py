@@ -24,7 +24,8 @@ from external_support import payments, provider, sink
 from offsets_driver import GROUP, Driver, driver
 from prometheus_client import CollectorRegistry
 from proxy import TcpProxy
-from runbook_support import change, every_step_was_taken, forgotten, of
+from rows_and_roles import execute
+from runbook_support import every_step_was_taken, forgotten, of
 from support import wait_until
 from task_sink import Sink as NumbersSink
 
@@ -137,7 +138,7 @@ def test_a_group_is_not_needed_any_more(operator, driver):
         watch.look()
         return firing(collected(registry), later=660.0)
 
-    change(driver.url, "UPDATE consumer.offsets SET updated_at = now() - interval '1 day'")
+    execute(driver.url, "UPDATE consumer.offsets SET updated_at = now() - interval '1 day'")
     watch.look()
     # A look that took long is followed by a rest.
     wait_until(lambda: "ConsumerGone" in alerts(), 120, "the alert")

@@ -15,7 +15,8 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 from prometheus_client import CollectorRegistry
 from raw_kafka import HangingTransaction
 from reconcile_support import hanging, unverified
-from runbook_support import Orders, alarmed, change, every_step_was_taken, of
+from rows_and_roles import execute
+from runbook_support import Orders, alarmed, every_step_was_taken, of
 from support import end_leases, ends, logged, look_up, wait_until
 
 from outbox.testing.fixtures import Topics
@@ -32,7 +33,7 @@ FIND_HANGING = "kafka-transactions.sh --bootstrap-server BROKERS find-hanging"
 @of("The oldest event gets older")
 def test_a_lane_whose_lease_lies_in_the_future(operator, orders, address):
     url = orders.url
-    change(
+    execute(
         url,
         "UPDATE outbox.lanes SET owner = 'long-gone', lease_until = clock_timestamp() + interval '1 day', epoch = 7"
         " WHERE lane = 2",

@@ -14,7 +14,8 @@ import psycopg
 from alerting import firing, scraped
 from failing_relays import let_pass
 from pause_support import pause
-from runbook_support import alarmed, change, every_step_was_taken, forgotten, of, shows
+from rows_and_roles import execute
+from runbook_support import alarmed, every_step_was_taken, forgotten, of, shows
 from support import drained, end_leases, ends, look_up, owners, wait_until
 
 from outbox import Event, Outbox
@@ -104,11 +105,11 @@ def test_a_session_forgets_its_transaction(operator, orders, address, outbox_pos
         assert operator.execute("pg_terminate_backend", PID=pid) == [{"pg_terminate_backend": True}]
     alarmed(address)
     assert operator.query("pg_prepared_xacts") == []
-    change(orders.url, f"SELECT pg_create_logical_replication_slot('{outbox_postgres.name}', 'pgoutput')")
+    execute(orders.url, f"SELECT pg_create_logical_replication_slot('{outbox_postgres.name}', 'pgoutput')")
     slots = {row["slot_name"]: row for row in operator.query("pg_replication_slots")}
     assert slots[outbox_postgres.name]["catalog_xmin_age"] is not None
     assert not slots[outbox_postgres.name]["active"]
-    change(orders.url, f"SELECT pg_drop_replication_slot('{outbox_postgres.name}')")
+    execute(orders.url, f"SELECT pg_drop_replication_slot('{outbox_postgres.name}')")
 
 
 @of("Something is paused")
@@ -174,7 +175,7 @@ def test_a_lane_that_has_lost_its_state(operator, orders, address, settings):
     orders.add(20)
     orders.published(20)
     ends(relay)
-    change(url, "UPDATE outbox.lanes SET last_batch = last_batch + 50 WHERE lane = 2")
+    execute(url, "UPDATE outbox.lanes SET last_batch = last_batch + 50 WHERE lane = 2")
     operator.start()
     orders.add(20)
     line = "[-]lane-2 failed: state_lost"
@@ -194,7 +195,7 @@ def test_a_lane_that_has_lost_its_state(operator, orders, address, settings):
 def test_postgres_refuses(operator, orders, address):
     """A trigger of somebody else's."""
     url = orders.url
-    change(
+    execute(
         url,
         "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'kept by law'; END $$;"
         "CREATE TRIGGER kept BEFORE DELETE ON outbox.events FOR EACH ROW EXECUTE FUNCTION refuse()",
@@ -203,7 +204,7 @@ def test_postgres_refuses(operator, orders, address):
     orders.add(20)
     wait_until(lambda: ": postgres_refuses for " in operator.look("curl -s", RELAY=address).text, what="the reason")
     assert "kept by law" in relay.log()
-    change(url, "DROP TRIGGER kept ON outbox.events")
+    execute(url, "DROP TRIGGER kept ON outbox.events")
     orders.published(20)
     alarmed(address)
 
@@ -247,7 +248,7 @@ def test_one_relay_runs_where_two_should(operator, orders, address):
 
 @of("A scheduled event is overdue")
 def test_a_session_has_a_scheduled_event_locked(operator, orders, address):
-    change(
+    execute(
         orders.url,
         "INSERT INTO outbox.scheduled (event_id, aggregate_type, aggregate_id, event_type, payload, not_before) "
         f"VALUES (gen_random_uuid(), '{orders.kind}', 'k', 'T', '{{}}', now() - interval '10 minutes')",
@@ -267,7 +268,7 @@ def slot_is_fine(checks: str) -> str:
 @of("Upkeep fails")
 def test_the_relay_lacks_a_right(operator, orders, address, role, outbox_postgres):
     name = role("relay")
-    change(orders.url, f"REVOKE SELECT ON outbox.streams FROM {name}")
+    execute(orders.url, f"REVOKE SELECT ON outbox.streams FROM {name}")
     relay = operator.start(database_url=orders.url.replace("postgres@", f"{name}@"))
     orders.add(3)
     orders.published(3)

@@ -17,9 +17,10 @@ import pytest
 from confluent_kafka.admin import AdminClient
 from inbox_support import Log
 from proxy import TcpProxy
-from restored import Backup, snapshot
-from runbook_support import change, every_step_was_taken, of
-from shop import FAST, NOW, Shop, applied, outbox_of, prepare_sink
+from restored import NOW, Backup, snapshot
+from rows_and_roles import execute
+from runbook_support import every_step_was_taken, of
+from shop import FAST, Shop, applied, outbox_of, prepare_sink
 from standby import ask
 from support import MUTANT, await_stops, drained, ends, look_up, wait_until
 from wal_support import streaming
@@ -103,11 +104,7 @@ def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery
 
 @pytest.mark.parametrize(
     ("delivery", "source", "marked"),
-    [
-        ("at-least-once", "polling", True),
-        ("at-least-once", "wal", False),
-        ("exactly-once", "wal", False),
-    ],
+    [("at-least-once", "polling", True), ("at-least-once", "wal", False), ("exactly-once", "wal", False)],
 )
 @of("Postgres was restored to an earlier point")
 def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
@@ -143,7 +140,7 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
             url = restored.url("outbox")
             # As far as the relay has read, and farther.
             while not ask(url, "SELECT pg_current_wal_insert_lsn() > %s::pg_lsn", written):
-                change(url, "SELECT pg_logical_emit_message(false, 'pad', repeat('x', 100000))")
+                execute(url, "SELECT pg_logical_emit_message(false, 'pad', repeat('x', 100000))")
             assert ask(url, "SELECT count(*) FROM outbox.events") == 0
             new = shop.write(url, 40)
             assert min(row_ids(url)) < before - 12

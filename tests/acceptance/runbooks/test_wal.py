@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from alerting import firing, scraped
-from runbook_support import alarmed, change, every_step_was_taken, forgotten, of
+from rows_and_roles import execute
+from runbook_support import alarmed, every_step_was_taken, forgotten, of
 from support import ends, wait_until
 from wal_support import set_up, streaming, to_wal
 
@@ -19,8 +20,8 @@ from wal_support import set_up, streaming, to_wal
 def wal_moves(url: str, mebibytes: int = 2) -> None:
     """Write so much into the WAL, and what the server writes by itself every few seconds."""
     padding = f"SELECT pg_logical_emit_message(false, 'pad', repeat('x', {mebibytes << 20}))"
-    change(url, padding)
-    change(url, "CHECKPOINT")
+    execute(url, padding)
+    execute(url, "CHECKPOINT")
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_the_slot_is_lost(operator, on_wal, orders, address):
     wait_until(lambda: streaming(url), what="the lanes to stream")
     ends(relay)
     # A slot alone the relay would replace by itself.
-    change(url, "DROP PUBLICATION outbox_relay")
+    execute(url, "DROP PUBLICATION outbox_relay")
     orders.add(3)
     operator.start(source="wal")
     wait_until(lambda: "OutboxSlotUnhealthy" in firing(scraped(address)), what="the alert")

@@ -180,10 +180,7 @@ def test_the_writers_trace_travels_with_the_event(outbox_postgres, tracer, name)
 def test_a_trace_of_the_events_own_wins_whole(outbox_postgres):
     context = trace.SpanContext(1, 2, is_remote=True, trace_state=TraceState([("vendor", "x")]))
     own = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    with (
-        outbox_postgres.connect() as connection,
-        trace.use_span(trace.NonRecordingSpan(context)),
-    ):
+    with outbox_postgres.connect() as connection, trace.use_span(trace.NonRecordingSpan(context)):
         Outbox().add(connection, Event("Order", "1", "T", headers={"tenant": "acme"}))
         Outbox().add(connection, Event("Order", "1", "T", headers={"traceparent": own}))
         Outbox().add(connection, Event("Order", "1", "T", headers={"traceparent": own, "tracestate": "a=b"}))

@@ -32,11 +32,7 @@ def run(outbox_postgres, registry_url: str) -> None:
     blocks = [(text[: found.start()].count("\n") + 2, *found.groups()) for found in BLOCK.finditer(text)]
     assert [language for _, language, _ in blocks].count("python") == 15
     # Dataclasses and mapped classes look their module up.
-    namespace = {
-        "url": outbox_postgres.url,
-        "registry_url": registry_url,
-        "__name__": __name__,
-    }
+    namespace = {"url": outbox_postgres.url, "registry_url": registry_url, "__name__": __name__}
     try:
         for line, language, code in blocks:
             if language == "python":

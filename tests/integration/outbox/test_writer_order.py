@@ -28,11 +28,7 @@ def test_ids_follow_the_lists_order_at_any_length(outbox_postgres, lock_key):
 
 @pytest.mark.parametrize("many", [False, True], ids=["add", "add_many"])
 def test_the_second_writer_of_a_key_draws_its_id_after_the_firsts_commit(outbox_postgres, many):
-    with (
-        outbox_postgres.connect() as first,
-        outbox_postgres.connect() as second,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with outbox_postgres.connect() as first, outbox_postgres.connect() as second, ThreadPoolExecutor(1) as pool:
         outbox.add(first, event(1), lock_key=True)
 
         def write() -> None:

@@ -69,10 +69,7 @@ def test_the_events_have_the_context_of_the_span_of_their_write(outbox_postgres,
     check(many, SpanKind.PRODUCER, "create", MESSAGING_MESSAGE_ID=None, MESSAGING_BATCH_MESSAGE_COUNT=2)
     for span in (one, many, alone):
         own = {name: value for name, value in span.attributes.items() if name.startswith("outbox.")}
-        assert own == {
-            "outbox.aggregate.type": "Order",
-            "outbox.event.type": "OrderPlaced",
-        }
+        assert own == {"outbox.aggregate.type": "Order", "outbox.event.type": "OrderPlaced"}
         assert span.status.status_code is StatusCode.UNSET
     # Children of the service's span; without one, a trace of its own.
     assert [span.parent and span.parent.span_id for span in (one, many, alone)] == [

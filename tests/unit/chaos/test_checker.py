@@ -78,10 +78,7 @@ WRONG: dict[str, tuple[History, str]] = {
     "rolled back": (history([*messages(*SENT), Message(ROLLED_BACK, "orders", 0, 9, "a", b"d")]), "aborted"),
     "a dead letter that was rolled back": (history(dead=[FAT.event, STRICT1.event, ROLLED_BACK]), "aborted"),
     "behind a later one": (history(messages(A2, A1, A3, B1, X1, S1, S3)), "reordered"),
-    "another partition": (
-        history([*messages(A1, A2, B1, X1, S1, S3), message(A3, 0, partition=1)]),
-        "wrong_partition",
-    ),
+    "another partition": (history([*messages(A1, A2, B1, X1, S1, S3), message(A3, 0, partition=1)]), "wrong_partition"),
     "another payload": (
         history([*messages(A1, A2, A3, X1, S1, S3), message(B1, 9)._replace(digest=b"other")]),
         "corrupted",
@@ -309,10 +306,7 @@ SOUND: dict[str, tuple[History, RepeatBound]] = {
         LENIENT,
     ),
     "repeated after exactly-once ended": (
-        history(
-            [*messages(*SENT), message(A3, 50), message(A3, 51)],
-            once=[OnceSpan({}, {("orders", 0): 3})],
-        ),
+        history([*messages(*SENT), message(A3, 50), message(A3, 51)], once=[OnceSpan({}, {("orders", 0): 3})]),
         LENIENT,
     ),
 }
@@ -352,11 +346,7 @@ UNSOUND: dict[str, tuple[History, RepeatBound, str]] = {
         EXACTLY_ONCE,
         "dead_letters",
     ),
-    "discarded without a copy": (
-        replace(FREED, copies=[message(FAT, 0, topic="dead")]),
-        EXACTLY_ONCE,
-        "dead_letters",
-    ),
+    "discarded without a copy": (replace(FREED, copies=[message(FAT, 0, topic="dead")]), EXACTLY_ONCE, "dead_letters"),
     "discarded without reason": (
         history(messages(A1, A2, A3, X1, S1, S3), discarded=[B1.event]),
         EXACTLY_ONCE,

@@ -5,12 +5,7 @@ from __future__ import annotations
 import random
 
 from chaos.checker import EXACTLY_ONCE, RepeatBound, check
-from chaos.history import (
-    Committed,
-    History,
-    Message,
-    Sightings,
-)
+from chaos.history import Committed, History, Message, Sightings
 from chaos_histories import KINDS, message, row
 from hypothesis import given
 from hypothesis import strategies as st

@@ -120,12 +120,7 @@ ROWS = [Account(1, "secret"), Plain(id=1), Imperative(1, "secret"), Decorated(1,
     ids=["itself", "in a dict", "in a dataclass"],
 )
 @pytest.mark.parametrize(
-    "write",
-    [
-        encode,
-        lambda event: JsonSchema("s", {}).encode(event.payload),
-    ],
-    ids=["JSON", "JSON Schema"],
+    "write", [encode, lambda event: JsonSchema("s", {}).encode(event.payload)], ids=["JSON", "JSON Schema"]
 )
 def test_a_mapped_row_is_no_payload(row, wrap, field, write):
     """All of its columns would be published, those that were added later too."""

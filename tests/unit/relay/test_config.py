@@ -25,8 +25,6 @@ from relay.parts import build_router
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch, tmp_path):
-    import os
-
     for name in list(os.environ):
         if name.startswith("OUTBOX_"):
             monkeypatch.delenv(name)
@@ -71,12 +69,6 @@ def test_file_below_environment_below_arguments(monkeypatch, tmp_path):
     assert build_router(settings).route("Order") == Route("orders")
 
 
-def test_a_file_named_but_missing(monkeypatch):
-    monkeypatch.setenv("OUTBOX_CONFIG", "nowhere.toml")
-    with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
-        load()
-
-
 def test_a_misspelt_setting_in_the_file_is_refused(tmp_path):
     (tmp_path / "outbox.toml").write_text("create_topic = true\n")
     with pytest.raises(
@@ -88,7 +80,11 @@ def test_a_misspelt_setting_in_the_file_is_refused(tmp_path):
         load()
 
 
-def test_a_file_that_can_not_be_read(tmp_path):
+def test_a_file_that_is_missing_or_can_not_be_read(monkeypatch, tmp_path):
+    with monkeypatch.context() as named:
+        named.setenv("OUTBOX_CONFIG", "nowhere.toml")
+        with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
+            load()
     for content in (b"schema =", b"\xff"):
         (tmp_path / "outbox.toml").write_bytes(content)
         with pytest.raises(ConfigurationError, match=r"outbox\.toml can't be read: "):
@@ -236,15 +232,7 @@ def test_every_pattern_has_words_for_its_error():
 
 @pytest.mark.parametrize(
     "command",
-    [
-        "relay run",
-        "db check",
-        "consume a:b --once",
-        "dead-letters list",
-        "offsets show",
-        "doctor",
-        "sandbox status",
-    ],
+    ["relay run", "db check", "consume a:b --once", "dead-letters list", "offsets show", "doctor", "sandbox status"],
 )
 def test_every_command_refuses_what_it_does_not_know(monkeypatch, command):
     monkeypatch.setenv("OUTBOX_DELIVRY", "exactly-once")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outbox.consumer.errors import JobError
-from spark_jobs.dedup.strategies import Fingerprint, OffsetsOnly
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META, ConsumerJob
 
@@ -62,10 +62,41 @@ def test_what_only_looks_so_is_taken(effect):
     assert job(effect).effect == effect
 
 
-def test_with_fingerprint_every_tombstone_of_a_key_is_the_same_message():
-    with pytest.raises(JobError, match="only the first would delete"):
-        job(Upsert("s", ["k"], deletes=True), strategy=Fingerprint())
+AT_MOST_ONCE = {"delivery": "at-most-once"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"group": ""}, "group"),
+        ({"topics": "orders"}, "topics"),
+        ({"topics": ["a", "a"]}, "topics"),
+        ({"topics": ["a b"]}, "topics"),
+        ({"effect": " "}, "effect"),
+        ({"effect": 5}, "effect"),
+        ({"schema": " "}, "schema"),
+        *(
+            ({"strategy": one}, r"strategy: must be Dedup\(\), .* or OffsetsOnly\(\)")
+            for one in (OffsetsOnly, "Dedup", None)
+        ),
+        ({"start": "end"}, "start: must be earliest or earliest-available or latest, not 'end'"),
+        ({"max_payload_bytes": 0}, "max_payload_bytes: must be 1 or more"),
+        ({"delivery": "twice"}, "delivery: must be"),
+        (AT_MOST_ONCE, "goes with OffsetsOnly"),
+        (AT_MOST_ONCE | {"strategy": OffsetsOnly(), "keep_order": True}, "nothing waits behind"),
+        # All tombstones of a key are one and the same message.
+        ({"effect": Upsert("s", ["k"], deletes=True), "strategy": Fingerprint()}, "only the first would delete"),
+    ],
+)
+def test_a_job_that_can_not_work_is_refused(declared, said):
+    with pytest.raises(JobError, match=said):
+        ConsumerJob(**{"group": "g", "topics": ["t"], "effect": "SELECT 1"} | declared)
+
+
+def test_what_is_at_the_edge_of_that_is_taken():
     assert job(Upsert("s", ["k"]), strategy=Fingerprint()).reducing == Fingerprint()
+    assert (job("SELECT 1").start, job("SELECT 1", start="latest").start) == ("earliest", "latest")
+    assert job("SELECT 1", max_payload_bytes=1).max_payload_bytes == 1
 
 
 @pytest.mark.parametrize(("columns", "time"), [(["message_id", "tenant"], None), (["tenant"], "Message_Id")])
@@ -74,31 +105,17 @@ def test_what_a_fingerprint_makes_is_none_of_its_columns(columns, time):
         Fingerprint(columns, time=time)
 
 
+def test_a_key_is_the_name_of_a_header():
+    with pytest.raises(JobError, match="key must be the name of a header"):
+        Dedup(key="")
+
+
 def test_offsets_alone_go_with_every_effect():
     effects = ("SELECT 1", Insert("s"), Upsert("s", ["k"], deletes=True), lambda _cursor, _rows: None)
     for effect, atomic in itertools.product(effects, ("partition", "batch")):
         assert job(effect, atomic=atomic, keep_order=True, strategy=OffsetsOnly()).reducing == OffsetsOnly()
     assert not OffsetsOnly().remembers
     assert OffsetsOnly().required == ()
-
-
-@pytest.mark.parametrize("strategy", [OffsetsOnly, "OffsetsOnly", None])
-def test_what_is_no_strategy(strategy):
-    with pytest.raises(JobError, match=r"strategy: must be Dedup\(\), .* or OffsetsOnly\(\)"):
-        job("SELECT 1", strategy=strategy)
-
-
-def test_a_group_starts_at_one_of_two_ends():
-    assert job("SELECT 1").start == "earliest"
-    assert job("SELECT 1", start="latest").start == "latest"
-    with pytest.raises(JobError, match="start: must be earliest or earliest-available or latest, not 'end'"):
-        job("SELECT 1", start="end")
-
-
-def test_a_limit_for_payloads_lets_something_pass():
-    assert job("SELECT 1", max_payload_bytes=1).max_payload_bytes == 1
-    with pytest.raises(JobError, match="max_payload_bytes: must be 1 or more"):
-        job("SELECT 1", max_payload_bytes=0)
 
 
 def test_names_that_are_the_consumers_own():

@@ -147,22 +147,18 @@ def test_a_downgrade_goes_back_only(outbox_postgres, monkeypatch):
 
 
 def test_tables_of_a_later_or_an_unreleased_version(outbox_postgres):
-    for command, revision in ((("upgrade",), "outbox_9999"), (("downgrade", "base"), "outbox_0001")):
+    for command, schema, revision in (
+        ("upgrade", "outbox", "outbox_9999"),
+        ("downgrade base", "outbox", "outbox_0001"),
+        ("upgrade --consumer", "consumer", "consumer_0001"),
+        ("downgrade base --consumer", "consumer", "consumer_0001"),
+    ):
         with outbox_postgres.connect() as connection:
-            connection.execute("UPDATE outbox.alembic_version SET version_num = %s", (revision,))
-        status, line = refused(*command, url=outbox_postgres.url)
+            connection.execute(f"UPDATE {schema}.alembic_version SET version_num = %s", (revision,))
+        status, line = refused(*command.split(), url=outbox_postgres.url)
         assert (status, f"'{revision}', which this version does not have" in line) == (1, True), line
-        assert "drop the schema and create it again with `outbox db upgrade`" in line
-
-
-def test_consumers_tables_of_an_unreleased_version(outbox_postgres):
-    db.upgrade_consumer(outbox_postgres.url)
-    with outbox_postgres.connect() as connection:
-        connection.execute("UPDATE consumer.alembic_version SET version_num = 'consumer_0001'")
-    for command in (("upgrade",), ("downgrade", "base")):
-        status, line = refused(*command, "--consumer", url=outbox_postgres.url)
-        assert (status, "'consumer_0001', which this version does not have" in line) == (1, True), line
-        assert "drop the schema and create it again with `outbox db upgrade --consumer`" in line
+        again = "outbox db upgrade --consumer" if schema == "consumer" else "outbox db upgrade"
+        assert f"drop the schema and create it again with `{again}`" in line
 
 
 def test_tables_that_another_history_made(outbox_postgres):

@@ -17,14 +17,7 @@ from inbox_support import Log, apply
 from task_sink import WAYS, Sink
 
 from outbox.external import Done
-from spark_jobs.dedup.strategies import (
-    ColumnType,
-    Dedup,
-    Fingerprint,
-    Natural,
-    OffsetsOnly,
-    Version,
-)
+from spark_jobs.dedup.strategies import ColumnType, Dedup, Fingerprint, Natural, OffsetsOnly, Version
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.effects.produce import Produce
 from spark_jobs.job import META
@@ -75,10 +68,7 @@ def test_effects_without_sql(hostile, admin):
     produce = Produce(
         "produced", "Order", "message_key", "Numbered", "pg_catalog.jsonb_build_object('n'::text, n)", part="n::text"
     )
-    for effect in (
-        Upsert("states", ["n"], pairs, version="place", deletes=True),
-        Upsert("states", ["n"], pairs),
-    ):
+    for effect in (Upsert("states", ["n"], pairs, version="place", deletes=True), Upsert("states", ["n"], pairs)):
         text = ";".join(one.as_string(None) for one in effect.statements(list(COLUMNS), types))
         report = sink.apply(
             [(event_id(n), n % 3) for n in range(5)], sink.position(), effect=f"{text};{produce.insert()}"

@@ -103,9 +103,9 @@ def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
         url,
         "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_headers, "
         "message_time, reason, error, state) SELECT grp, 't', 'topic-id', 0, n, (n %% 5000)::text::bytea, '[]', now(), "
-        "CASE WHEN n < 20000 THEN 'failed' ELSE 'behind' END, repeat('x', 500), "
+        "CASE WHEN n < 10000 THEN 'failed' ELSE 'behind' END, repeat('x', 500), "
         "CASE WHEN grp = 'g' OR %s THEN 'dead' ELSE 'retry' END "
-        "FROM generate_series(1, 20010) AS n, unnest('{g,other}'::text[]) AS grp",
+        "FROM generate_series(1, 10010) AS n, unnest('{g,other}'::text[]) AS grp",
         keep_order,
     )
     run(url, "ANALYZE consumer.dead_letters")

@@ -14,14 +14,12 @@ from inbox_support import Log
 from range_support import task_decoder
 from support import wait_until
 from transform_support import running
-from typer.testing import CliRunner
 
 from outbox.consumer.admin.dead_letters import DeadLetters, Selection, readable
 from outbox.consumer.letters import DeadLetterStore
 from outbox.consumer.model import Range, RejectedRecord
 from outbox.inbox import Reject, _member, message_id, once
 from outbox.transform import DEAD_LETTER, Record, Transformer
-from relay.cli.app import app
 from spark_jobs.task.feed import Feed
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
@@ -50,8 +48,8 @@ def applied(log: Log) -> list[int]:
     return [at for (at,) in log.run("SELECT at FROM effects ORDER BY at")]
 
 
-def look(log: Log) -> None:
-    """What operators see of the letters: all of them, whole."""
+def look(log: Log) -> list[int]:
+    """What operators see of the letters: all of them, whole. Returns their ids."""
     with psycopg.connect(log.database.url, autocommit=True) as connection:
         desk = DeadLetters(connection, "consumer")
         listed = desk.list(Selection(group=log.group))
@@ -67,11 +65,7 @@ def look(log: Log) -> None:
             # As stored: bytes in base64, or null for a name that the client does not say.
             kept = [header["key_base64"] for header in row["headers"] if header.get("key_base64") is not None]
             assert kept == [base64.b64encode(message.undecodable).decode()]
-    environment = {"OUTBOX_DATABASE_URL": log.database.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": log.servers}
-    commands = [["list"], *(["show", str(row["id"])] for row in listed)]
-    for command in commands:
-        found = CliRunner().invoke(app, ["dead-letters", *command, "--side", "consumer"], env=environment)
-        assert found.exit_code == 0, found.output
+    return [row["id"] for row in listed]
 
 
 def raw_names(letter: dict[str, Any]) -> list[bytes]:
@@ -101,10 +95,11 @@ def test_the_inbox_retries_each_of_them(log):
     with log.consuming(reject, on_failure="dead-letter", most_dead=COUNT) as consumer:
         consumer.wait(lambda: log.positions().get(0) == COUNT, "the position")
     assert [letter["message_offset"] for letter in log.letters()] == list(range(COUNT))
-    look(log)
+    for command in (["list"], *(["show", str(id_)] for id_ in look(log))):
+        found = log.command("dead-letters", *command, "--side", "consumer")
+        assert found.exit_code == 0, found.output
     with log.consuming(handle, on_failure="dead-letter") as consumer:
-        with psycopg.connect(log.database.url, autocommit=True) as connection:
-            DeadLetters(connection, "consumer").retry(Selection(group=log.group))
+        log.retry()
         consumer.wait(lambda: not log.run("SELECT FROM consumer.dead_letters WHERE state = 'retry'"), "the retries")
     assert {letter["message_offset"]: letter["reason"] for letter in log.letters()} == DEAD
     assert applied(log) == [number for number in range(COUNT) if number not in DEAD]

@@ -26,9 +26,9 @@ INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_o
 SELECT 'orders', 'payments', gen_random_uuid(), 't', 0, n, CASE %(key)s WHEN 'own' THEN 'k' || n ELSE %(key)s END,
        jsonb_build_object('order', %(kind)s || n), %(state)s
   FROM generate_series(1, %(count)s) AS n"""
-PARK_ALL = """
+PARK_MOST = """
 UPDATE consumer.reservations SET parked = true, next_attempt_at = now() + interval '1 hour'
- WHERE order_key = 'hot' AND state = 'reserved' AND message_offset > 1"""
+ WHERE order_key = 'hot' AND state = 'reserved' AND message_offset > 1 AND message_offset < %s"""
 WAITING = {"grp": "orders", "name": "payments", "window": reservations._WINDOW, "most": 4, "lease": 30}
 
 
@@ -88,8 +88,10 @@ def settle(book: Reservations, connection: psycopg.Connection[Any], claim: reser
     assert (change is not None and change.state, failed) == ("confirmed", None)
 
 
-def test_a_claim_looks_at_few_of_20_000_behind_one_key_and_parks_them(sink, behind_one):
+def test_few_of_20_000_behind_one_key_are_looked_at_and_one_is_released_at_a_time(sink, behind_one):
+    """A claim parks them, and the next one is released when the one before is settled."""
     book = Reservations(behind_one)
+    hot: list[reservations.ClaimedCall] = []
     with sink.connect() as connection:
         # Before the first call is claimed, and while it is under way.
         for expected in (["hot1"], []):
@@ -100,11 +102,12 @@ def test_a_claim_looks_at_few_of_20_000_behind_one_key_and_parks_them(sink, behi
                 assert max(rows.values()) <= 2 * reservations._WINDOW, (query, rows)
             claims, _ = book.claim(connection, 1)
             assert [claim.request["order"] for claim in claims] == expected
+            hot += claims
         # A claim that finds too few parks a window, and the next one looks at the next.
         assert book.more_due
         count = "SELECT count(*) FROM consumer.reservations WHERE parked"
         assert sink.rows(count) == [(reservations._WINDOW,)]
-        connection.execute(PARK_ALL + " AND message_offset < %(most)s", {"most": MANY - 1000})
+        connection.execute(PARK_MOST, [MANY - 1000])
         found = claim_all(book, connection)
         assert [claim.request["order"] for claim in found] == [f"free{n}" for n in range(1, 5)]
         assert len(claim_all(book, connection, 100)) == 6
@@ -113,24 +116,17 @@ def test_a_claim_looks_at_few_of_20_000_behind_one_key_and_parks_them(sink, behi
         for query in (reservations._DUE, reservations._PARK, reservations._LEFT):
             read, rows = explain(connection, query)
             assert max(rows.values()) <= 10, (query, rows)
-
-
-def test_the_next_of_20_000_is_released_when_the_one_before_is_settled(sink, behind_one):
-    book = Reservations(behind_one)
-    with sink.connect() as connection:
-        connection.execute(PARK_ALL)
-        claims, _ = book.claim(connection, 100)
-        (hot,) = (claim for claim in claims if claim.request["order"].startswith("hot"))
         for number in range(1, 6):
-            assert hot.request["order"] == f"hot{number}"
-            (row,) = sink.rows("SELECT id FROM consumer.reservations WHERE message_id = %s", hot.message_id)
+            (claim,) = hot
+            assert claim.request["order"] == f"hot{number}"
+            (row,) = sink.rows("SELECT id FROM consumer.reservations WHERE message_id = %s", claim.message_id)
             read, rows = explain(connection, reservations._RELEASE, order_key="hot", id=row[0])
             assert (read < 100, max(rows.values())) == (True, 1)
-            settle(book, connection, hot)
+            settle(book, connection, claim)
             # Exactly one is released, and no other is looked at.
             due = "SELECT request ->> 'order' FROM consumer.reservations WHERE state = 'reserved' AND NOT parked"
             assert sink.rows(due) == [(f"hot{number + 1}",)]
-            (hot,), _ = book.claim(connection, 4)
+            hot, _ = book.claim(connection, 4)
 
 
 @pytest.fixture

@@ -64,11 +64,7 @@ def test_whatever_becomes_of_the_answer_the_effect_counts_once(sink, provider):
     external = payments(provider.url)
     sink.reserve(external, ways)
     attempts = sum(len(orders) + 1 for orders in ways.values())
-    assert sink.drain(external) == {
-        "attempts": attempts,
-        "confirmed": len(ways),
-        "retrying": attempts - len(ways),
-    }
+    assert sink.drain(external) == {"attempts": attempts, "confirmed": len(ways), "retrying": attempts - len(ways)}
     assert provider.standing() == Counter(list(ways))
     assert sink.orders() == dict.fromkeys(ways, ("paid", 1))
     assert {name: len({key for _, _, key, _ in provider.requests(name)}) for name in ways} == dict.fromkeys(ways, 1)

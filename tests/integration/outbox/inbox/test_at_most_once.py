@@ -5,22 +5,21 @@ tests/acceptance/test_inbox_at_most_once.py kills it; tests/integration/outbox/c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
-import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psycopg
 import pytest
-from inbox_log import _quick, keys, log, losing, settings
+from inbox_log import _quick, keys, log, losing
 from inbox_support import Log, apply
 from support import wait_until
-from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox import ConfigurationError
 from outbox.inbox import HandlerFailed, Reject
-from relay.cli.app import app
 
 __all__ = ["_quick", "log"]
 
@@ -51,104 +50,95 @@ def passed(log: Log, count: int) -> Any:
     return lambda: log.run("SELECT next_offset FROM consumer.offsets WHERE unconfirmed_from IS NULL") == [(count,)]
 
 
-class Failing:
-    """Has its effect outside of the handler's transaction too, and then fails at some offsets."""
+class Handler:
+    """Has its effect outside of the handler's transaction too, and then fails at some offsets, each in its own way."""
 
-    def __init__(self, *offsets: int) -> None:
-        self.offsets = set(offsets)
-        self.reject: int | None = None
+    def __init__(self, fails: Mapping[int, Callable[[Any], object]] | None = None) -> None:
+        self.fails = fails or {}
         self.calls: list[int] = []
 
     def __call__(self, connection: Any, message: Any) -> None:
         self.calls.append(message.offset())
         apply(connection, message)
-        if message.offset() == self.reject:
-            raise Reject("no such number")
-        if message.offset() in self.offsets:
-            self.fail(connection)
-
-    def fail(self, connection: Any) -> None:
-        raise ValueError("no such number\0")
+        self.fails.get(message.offset(), lambda _: None)(connection)
 
 
-class Rejecting(Failing):
-    def fail(self, connection: Any) -> None:
-        raise Reject("no such number")
+def fail(_: Any) -> None:
+    raise ValueError("no such number\0")
 
 
-class Swallowing(Failing):
-    def fail(self, connection: Any) -> None:
-        try:
-            connection.execute("SELECT 1/0")
-        except psycopg.Error:
-            pass
+def reject(_: Any) -> None:
+    raise Reject("no such number")
 
 
-class Ended(Failing):
-    def fail(self, connection: Any) -> None:
-        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
-            admin.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
+def swallow(connection: Any) -> None:
+    with contextlib.suppress(psycopg.Error):
+        connection.execute("SELECT 1/0")
 
 
-class Idle(Failing):
-    """Takes longer than ``idle_seconds``."""
-
-    def fail(self, connection: Any) -> None:
-        pid = connection.info.backend_pid
-        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
-            query = "SELECT FROM pg_stat_activity WHERE pid = %s"
-            wait_until(lambda: not admin.execute(query, (pid,)).fetchall(), 30, "the end of the session")
+def violate_late(connection: Any) -> None:
+    connection.execute("UPDATE late SET n = -2 WHERE n = -1")
 
 
-class Deferred(Failing):
-    """Repairs for each message but some what is wrong until it is complete."""
-
-    def __call__(self, connection: Any, message: Any) -> None:
-        connection.execute("INSERT INTO late (n) VALUES (%s), (%s)", (-1, -1))
-        super().__call__(connection, message)
-        connection.execute("UPDATE late SET n = id WHERE n = -1")
-
-    def fail(self, connection: Any) -> None:
-        connection.execute("UPDATE late SET n = -2 WHERE n = -1")
+def end_session(connection: Any) -> None:
+    with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
+        admin.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
 
 
-@pytest.fixture
-def late(log: Log) -> None:
+def idle(connection: Any) -> None:
+    """Take longer than ``idle_seconds``."""
+    pid = connection.info.backend_pid
+    with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
+        query = "SELECT FROM pg_stat_activity WHERE pid = %s"
+        wait_until(lambda: not admin.execute(query, (pid,)).fetchall(), 30, "the end of the session")
+
+
+def commit(connection: Any) -> None:
+    connection.execute("COMMIT")
+
+
+def die(_: Any) -> None:
+    raise SystemExit
+
+
+def test_what_fails_is_recorded_and_neither_tried_again_nor_waited_for(log):
     with psycopg.connect(log.database.url) as connection:
         connection.execute("CREATE TABLE late (id serial, n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+    log.produce(keys(50, 4))
+    ways = {13: fail, 17: reject, 25: swallow, 33: violate_late}
+    handler = Handler(ways)
 
+    def handle(connection: Any, message: Any) -> None:
+        """Violates a deferred constraint until the message is complete."""
+        connection.execute("INSERT INTO late (n) VALUES (-1), (-1)")
+        handler(connection, message)
+        connection.execute("UPDATE late SET n = id WHERE n = -1")
 
-@pytest.mark.parametrize("kind", [Failing, Rejecting, Swallowing, Deferred])
-@pytest.mark.usefixtures("late")
-def test_what_fails_is_recorded_and_neither_tried_again_nor_waited_for(log, kind):
-    log.produce(keys(40, 4))
-    handler = kind(13, 17)
-    with log.consuming(handler, **MOST) as running:
-        running.wait(passed(log, 40), "the position")
-    assert handler.calls == list(range(40))
+    with log.consuming(handle, **MOST) as running:
+        running.wait(passed(log, 50), "the position")
+    assert handler.calls == list(range(50))
     # Without what the handler had changed before it failed; the other messages of its batch and key go on.
-    assert applied(log) == [at for at in range(40) if at not in {13, 17}]
-    assert lost(log) == [(13, 14), (17, 18)]
+    assert applied(log) == [at for at in range(50) if at not in ways]
+    assert lost(log) == [(at, at + 1) for at in ways]
     assert f"{log.topic}-0: message 13 was given up (at-most-once), " in losses(log)[0][3]
-    assert counts(log) == (40, 38, 0, 0, None, None)
+    assert counts(log) == (50, 46, 0, 0, None, None)
     assert log.letters() == []
 
 
-@pytest.mark.parametrize(("kind", "idle_seconds"), [(Ended, 60.0), (Idle, 0.3)])
-def test_a_batch_that_is_not_confirmed_is_lost_and_no_handler_is_called_again(log, kind, idle_seconds):
-    log.produce(keys(40, 4))
-    handler = kind(13)
-    with log.consuming(handler, **MOST, idle_seconds=idle_seconds) as running:
-        running.wait(passed(log, 40), "the position")
+def test_a_batch_that_is_not_confirmed_is_lost_and_no_handler_is_called_again(log):
+    log.produce(keys(60, 4))
+    handler = Handler({13: end_session, 33: idle})
+    with log.consuming(handler, **MOST, idle_seconds=0.3) as running:
+        running.wait(passed(log, 60), "the position")
     assert len(handler.calls) == len(set(handler.calls))
-    assert applied(log) == [*range(10), *range(20, 40)]
-    assert lost(log) == [(10, 20)]
-    assert counts(log) == (40, 30, 0, 0, None, None)
+    assert applied(log) == [*range(10), *range(20, 30), *range(40, 60)]
+    assert lost(log) == [(10, 20), (30, 40)]
+    assert counts(log) == (60, 40, 0, 0, None, None)
 
 
 def test_a_handler_that_always_fails_stops_the_consumer(log):
     log.produce(keys(60))
-    with log.consuming(Failing(*range(5, 60)), **MOST, most_dead=12) as running:
+    with log.consuming(Handler(dict.fromkeys(range(5, 60), fail)), **MOST, most_dead=12) as running:
         error = running.error()
     assert isinstance(error, HandlerFailed)
     assert (error.offset, error.given_up) == (17, True)
@@ -161,12 +151,11 @@ def test_a_handler_that_always_fails_stops_the_consumer(log):
     assert applied(log) == [*range(5), *range(20, 60)]
 
 
-@pytest.mark.parametrize(("kind", "idle_seconds"), [(Ended, 60.0), (Idle, 0.3)])
-def test_a_handler_that_loses_each_batch_stops_the_consumer(log, kind, idle_seconds):
+def test_a_handler_that_loses_each_batch_stops_the_consumer(log):
     """A batch that was lost as a whole counts as a message that failed, until one is applied."""
     log.produce(keys(70))
-    handler = kind(5, 15, 35, 45, 55)
-    with log.consuming(handler, **MOST, idle_seconds=idle_seconds, most_dead=2) as running:
+    handler = Handler({5: end_session, 15: idle, 35: idle, 45: end_session, 55: idle})
+    with log.consuming(handler, **MOST, idle_seconds=0.3, most_dead=2) as running:
         error = running.error()
     assert isinstance(error, HandlerFailed)
     assert (error.offset, error.given_up) == (55, True)
@@ -177,16 +166,10 @@ def test_a_handler_that_loses_each_batch_stops_the_consumer(log, kind, idle_seco
     assert (applied(log), counts(log)[0]) == ([*range(20, 30)], 60)
 
 
-class Committing(Failing):
-    def fail(self, connection: Any) -> None:
-        connection.execute("COMMIT")
-
-
 def test_a_handler_that_ends_the_transaction_stops_the_consumer(log):
     """What it had confirmed is committed: of the rest nothing would be recorded."""
     log.produce(keys(40))
-    handler = Committing(13)
-    handler.reject = 11
+    handler = Handler({11: reject, 13: commit})
     with log.consuming(handler, **MOST) as running:
         error = running.error()
     assert isinstance(error, HandlerFailed)
@@ -235,7 +218,7 @@ def test_lost_answers_to_commit(log):
     """Each third answer is lost, whatever was committed: each message is applied once, or recorded as lost."""
     commits = itertools.count()
     log.produce(keys(300))
-    handler = Failing()
+    handler = Handler()
     lose = lambda: next(commits) % 40 == 39  # noqa: E731
     with log.consuming(handler, database=losing(log, lose), **MOST, dedup=False) as running:
         running.wait(passed(log, 300), "the position")
@@ -250,21 +233,12 @@ def test_lost_answers_to_commit(log):
 def test_what_is_lost_is_named_and_accepted(log):
     log.produce(keys(40))
     # The session ends in the last batch, and no claim follows.
-    stopping = threading.Event()
-
-    class Dying(Failing):
-        def fail(self, connection: Any) -> None:
-            stopping.set()
-            raise SystemExit
-
-    with log.consuming(Dying(35), **MOST) as running:
+    with log.consuming(Handler({35: die}), **MOST) as running:
         assert isinstance(running.error(), SystemExit)
-    assert stopping.is_set()
     assert (lost(log), counts(log)) == ([], (40, 30, 0, 0, 30, 40))
 
     def run(*words: str) -> str:
-        found = CliRunner().invoke(app, list(words), env=settings(log))
-        return found.output
+        return log.command(*words).output
 
     # It may be under way, for some minutes.
     assert "given up" not in run("offsets", "show", "--group", log.group)
@@ -298,7 +272,7 @@ def test_a_loss_that_a_move_finds_itself_is_not_accepted_by_it(log, command):
     where = [log.topic, "0", "10"] if name == "set" else ["--topic", log.topic]
     for open_ in ([(4, 6)], []):
         words = ["offsets", name, log.group, *where, *options, "--reason", "known"]
-        assert CliRunner().invoke(app, words, env=settings(log)).exit_code == 0
+        assert log.command(*words).exit_code == 0
         assert (lost(log), counts(log)[0], counts(log)[4]) == (open_, 10, None)
 
 
@@ -312,20 +286,16 @@ def test_a_move_by_an_operator_records_what_was_given_up(log):
             (log.group, log.topic),
         )
     command = ["offsets", "forget", log.group, "--topic", log.topic, "--reason", "moved"]
-    assert CliRunner().invoke(app, command, env=settings(log)).exit_code == 0
+    assert log.command(*command).exit_code == 0
     assert log.run("SELECT kind, first_offset, end_offset, accepted_at IS NULL FROM consumer.losses") == [
         ("given-up", 4, 6, False)
     ]
 
 
-def test_what_does_not_go_with_it_is_refused(log):
-    with pytest.raises(ConfigurationError, match="delivery must be"):
-        log.consumer(delivery="at-least-once")
-    with pytest.raises(ConfigurationError, match="never tried again"):
-        log.consumer(**MOST, on_failure="dead-letter")
-    # Dead letters from before: to retry one is to be late.
+def test_dead_letters_from_before_are_refused(log):
+    """To retry one is to be late."""
     log.produce(keys(3))
-    with log.consuming(Failing(1), on_failure="dead-letter", attempts=1) as running:
+    with log.consuming(Handler({1: fail}), on_failure="dead-letter", attempts=1) as running:
         running.wait(lambda: log.letters(), "the dead letter")
     with log.consuming(**MOST) as running:
         error = running.error()

@@ -9,16 +9,14 @@ from typing import Any
 import psycopg
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
-from inbox_log import _quick, keys, log, losing, settings
+from inbox_log import _quick, keys, log, losing
 from inbox_support import Log, apply
 from proxy import TcpProxy
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from support import wait_until
-from typer.testing import CliRunner
 
 from outbox import SchemaError
 from outbox.inbox import PositionLost, Reject, TopicReplaced, _member
-from relay.cli.app import app
 
 __all__ = ["_quick", "log"]
 
@@ -126,7 +124,7 @@ def losses(log: Log) -> list[Any]:
 
 def accept(log: Log) -> None:
     command = ["offsets", "reset", log.group, "--topic", log.topic, "--to", "loss", "--reason", "accounted for"]
-    found = CliRunner().invoke(app, command, env=settings(log))
+    found = log.command(*command)
     assert found.exit_code == 0, found.output
 
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
 from inbox_support import Log, apply
 
-from outbox.consumer.admin.dead_letters import DeadLetters, Selection
 from outbox.inbox import HandlerFailed, _applier, _member
 from outbox.inbox._assigned import MOST_STRIKES
 
 MESSAGES = 300
 BAD = 150
 """Its offset: more than one transaction before it and behind it."""
-
-
-TRIES = 3 * MOST_STRIKES
+TRIES = 2 * MOST_STRIKES
 
 
 @pytest.fixture(autouse=True)
@@ -36,63 +35,69 @@ def log(outbox_postgres, outbox_kafka) -> Log:
     return log
 
 
-class Bad:
-    """A handler that a message of partition 0 does not let through, until it is cured."""
+def ended_session(connection: Any) -> None:
+    """As transaction_timeout does, or who kills long transactions, or a server process without memory."""
+    with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
+        admin.execute("SELECT pg_terminate_backend(%s)", (connection.info.backend_pid,))
+    connection.execute("SELECT")
 
-    def __init__(self, how: str) -> None:
-        self.how = getattr(self, how)
-        self.calls = 0
+
+def too_many_temporary_files(connection: Any) -> None:
+    connection.execute("DO $$ BEGIN RAISE configuration_limit_exceeded; END $$")
+
+
+def deadlock(connection: Any) -> None:
+    connection.execute("DO $$ BEGIN RAISE deadlock_detected; END $$")
+
+
+def statement_timeout(connection: Any) -> None:
+    connection.execute("SET LOCAL statement_timeout = '10ms'")
+    connection.execute("SELECT pg_sleep(60)")
+
+
+def bad_data(connection: Any) -> None:
+    connection.execute("DO $$ BEGIN RAISE data_exception; END $$")
+
+
+class Bad:
+    """A handler that some messages of partition 0 do not let through, each in its own way, until it is cured."""
+
+    def __init__(self, *ways: Callable[[Any], None]) -> None:
+        self.ways = {BAD + 40 * number: way for number, way in enumerate(ways)}
+        self.calls: Counter[int] = Counter()
         self.cured = threading.Event()
 
     def __call__(self, connection: Any, message: Any) -> None:
         apply(connection, message)
-        if (message.partition(), message.offset()) == (0, BAD) and not self.cured.is_set():
-            self.calls += 1
-            self.how(connection)
-
-    def ended_session(self, connection: Any) -> None:
-        """As transaction_timeout does, or who kills long transactions, or a server process without memory."""
-        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
-            admin.execute("SELECT pg_terminate_backend(%s)", (connection.info.backend_pid,))
-        connection.execute("SELECT")
-
-    def too_many_temporary_files(self, connection: Any) -> None:
-        connection.execute("DO $$ BEGIN RAISE configuration_limit_exceeded; END $$")
-
-    def deadlock(self, connection: Any) -> None:
-        connection.execute("DO $$ BEGIN RAISE deadlock_detected; END $$")
-
-    def statement_timeout(self, connection: Any) -> None:
-        connection.execute("SET LOCAL statement_timeout = '10ms'")
-        connection.execute("SELECT pg_sleep(60)")
+        at = message.offset()
+        if message.partition() == 0 and at in self.ways and not self.cured.is_set():
+            self.calls[at] += 1
+            self.ways[at](connection)
 
 
-HOW = ["ended_session", "too_many_temporary_files", "deadlock", "statement_timeout"]
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_it_becomes_a_dead_letter_and_its_neighbours_are_applied(log, how):
-    bad = Bad(how)
+def test_it_becomes_a_dead_letter_and_its_neighbours_are_applied(log):
+    bad = Bad(ended_session, too_many_temporary_files, deadlock, statement_timeout)
     with log.consuming(bad, on_failure="dead-letter", attempts=3) as running:
         running.wait(lambda: log.positions() == {0: MESSAGES, 1: MESSAGES}, "the positions")
-        [letter] = log.letters()
-        assert (letter["part"], letter["message_offset"], letter["reason"]) == (0, BAD, "failed")
-        assert log.count() == 2 * MESSAGES - 1
+        letters = {(letter["part"], letter["message_offset"]): letter for letter in log.letters()}
+        assert letters.keys() == {(0, at) for at in bad.ways}
+        assert {letter["reason"] for letter in letters.values()} == {"failed"}
+        assert log.count() == 2 * MESSAGES - len(bad.ways)
         # As long as it might be a server that is restarted, it is no attempt.
-        assert 3 <= bad.calls <= 2 * MOST_STRIKES + 4
-        with psycopg.connect(log.database.url, autocommit=True) as connection:
-            desk = DeadLetters(connection, "consumer")
-            desk.retry(Selection(group=log.group))
-            running.wait(lambda: log.letters()[0]["attempts"] > letter["attempts"], "the verdict on the retry")
-            assert log.letters()[0]["state"] == "dead"
-            bad.cured.set()
-            desk.retry(Selection(group=log.group))
+        for at, way in bad.ways.items():
+            assert 3 <= bad.calls[at] <= 2 * MOST_STRIKES + 4, way.__name__
+        log.retry()
+        before = sum(letter["attempts"] for letter in letters.values())
+        tried = "SELECT sum(attempts) FROM consumer.dead_letters WHERE state = 'dead'"
+        running.wait(lambda: log.run(tried) == [(before + len(bad.ways),)], "the verdicts on the retries")
+        bad.cured.set()
+        log.retry()
         running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
     log.check()
 
 
 def test_or_stops_the_consumer(log):
-    bad = Bad("statement_timeout")
+    bad = Bad(statement_timeout)
     with log.consuming(bad, attempts=3) as running:
         error = running.error()
     assert isinstance(error, HandlerFailed)
@@ -104,47 +109,50 @@ def test_or_stops_the_consumer(log):
     log.check()
 
 
-STATES = ["disk_full", "out_of_memory", "too_many_connections"]
+def exhaust(log: Log, table: str, state: str, *, at: int = BAD, deferred: bool = False) -> str:
+    """Let a server be without resources for a while: more often than any message may be tried.
 
-
-def exhaust(log: Log, table: str, state: str, *, deferred: bool = False) -> None:
-    """Let a server be without resources for a while: more often than any message may be tried."""
-    when = f"(NEW.part = 0 AND NEW.at = {BAD})" if table == "effects" else "(true)"
+    Returns the query that says whether that is over.
+    """
+    name = f"exhausted_{table}_{at}"
+    when = f"(NEW.part = 0 AND NEW.at = {at})" if table == "effects" else "(true)"
     kind = "CONSTRAINT TRIGGER {} AFTER INSERT ON {} DEFERRABLE INITIALLY DEFERRED"
     kind = kind if deferred else "TRIGGER {} BEFORE INSERT ON {}"
     with psycopg.connect(log.database.url) as connection:
         connection.execute(
-            f"CREATE SEQUENCE tries_{table}; "
-            f"CREATE FUNCTION exhausted_{table}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            f"IF nextval('public.tries_{table}') <= {TRIES} THEN RAISE {state}; END IF; RETURN NEW; END $$; "
-            f"CREATE {kind.format('exhausted', f'consumer.{table}' if table == 'dead_letters' else table)} "
-            f"FOR EACH ROW WHEN {when} EXECUTE FUNCTION exhausted_{table}()"
+            f"CREATE SEQUENCE {name}; "
+            f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            f"IF nextval('public.{name}') <= {TRIES} THEN RAISE {state}; END IF; RETURN NEW; END $$; "
+            f"CREATE {kind.format(name, f'consumer.{table}' if table == 'dead_letters' else table)} "
+            f"FOR EACH ROW WHEN {when} EXECUTE FUNCTION {name}()"
         )
+    return f"SELECT last_value > {TRIES} FROM {name}"
 
 
-@pytest.mark.parametrize(("state", "deferred"), [(STATES[0], False), (STATES[1], True), (STATES[2], False)])
-def test_a_server_without_resources_is_no_messages_fault(log, state, deferred):
-    exhaust(log, "effects", state, deferred=deferred)
+def test_a_server_without_resources_is_no_messages_fault(log):
+    passed = [
+        exhaust(log, "effects", "disk_full"),
+        exhaust(log, "effects", "out_of_memory", at=BAD + 40, deferred=True),
+        exhaust(log, "effects", "too_many_connections", at=BAD + 80),
+    ]
     with log.consuming(on_failure="dead-letter", attempts=1) as running:
         running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
-    assert log.run("SELECT last_value > %s FROM tries_effects", TRIES) == [(True,)]
+    assert [log.run(query) for query in passed] == [[(True,)]] * len(passed)
     assert log.letters() == []
     log.check()
 
 
 def test_nor_while_a_dead_letter_is_stored_or_retried(log):
-    bad = Bad("statement_timeout")
-    bad.how = lambda connection: connection.execute("DO $$ BEGIN RAISE data_exception; END $$")
-    exhaust(log, "dead_letters", STATES[0])
+    bad = Bad(bad_data)
+    passed = exhaust(log, "dead_letters", "disk_full")
     with log.consuming(bad, on_failure="dead-letter", attempts=1) as running:
         running.wait(lambda: log.positions() == {0: MESSAGES, 1: MESSAGES}, "the positions")
-        assert log.run("SELECT last_value > %s FROM tries_dead_letters", TRIES) == [(True,)]
+        assert log.run(passed) == [(True,)]
         bad.cured.set()
-        exhaust(log, "effects", STATES[0])
-        with psycopg.connect(log.database.url, autocommit=True) as connection:
-            DeadLetters(connection, "consumer").retry(Selection(group=log.group))
+        passed = exhaust(log, "effects", "disk_full")
+        log.retry()
         running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
-    assert log.run("SELECT last_value > %s FROM tries_effects", TRIES) == [(True,)]
+    assert log.run(passed) == [(True,)]
     log.check()
 
 
@@ -176,8 +184,7 @@ def test_who_locks_the_position_makes_no_dead_letter(log):
 
 def test_a_partition_that_stands_is_named_since_when_and_why(log):
     """While the other one moves; and not any more when it has moved itself."""
-    bad = Bad("statement_timeout")
-    bad.how = lambda connection: connection.execute("DO $$ BEGIN RAISE data_exception; END $$")
+    bad = Bad(bad_data)
     with log.consuming(bad, attempts=10**6) as running:
         running.wait(lambda: log.positions() == {0: BAD, 1: MESSAGES}, "the other partition")
 
@@ -188,8 +195,8 @@ def test_a_partition_that_stands_is_named_since_when_and_why(log):
         (first,) = running.stalled()
         assert (first.topic, first.partition, first.offset) == (log.topic, 0, BAD)
         assert running.stalled(3600) == []
-        calls = bad.calls
-        running.wait(lambda: bad.calls > calls + 2, "more attempts")
+        calls = bad.calls.total()
+        running.wait(lambda: bad.calls.total() > calls + 2, "more attempts")
         assert [one.since for one in running.stalled()] == [first.since]
         bad.cured.set()
         running.wait(lambda: log.count() == 2 * MESSAGES and running.stalled() == [], "the effects")

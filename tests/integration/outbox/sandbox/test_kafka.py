@@ -53,12 +53,7 @@ def admin(cluster: KafkaCluster) -> AdminClient:
 def produce(cluster: KafkaCluster, topic: str, values: range) -> None:
     """With acks=all and idempotence, each value acknowledged."""
     producer = Producer(
-        {
-            "bootstrap.servers": cluster.bootstrap_servers,
-            "enable.idempotence": True,
-            "log_level": 0,
-            "linger.ms": 0,
-        }
+        {"bootstrap.servers": cluster.bootstrap_servers, "enable.idempotence": True, "log_level": 0, "linger.ms": 0}
     )
     failed: list[object] = []
     for number in values:
@@ -140,8 +135,7 @@ def test_a_directory_of_an_older_version_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "record",
-    ["", "[]", "{}", '{"cluster_id": "A", "nodes": null}', '{"cluster_id": "A", "nodes": [{"number": 1}]}'],
+    "record", ["", "[]", "{}", '{"cluster_id": "A", "nodes": null}', '{"cluster_id": "A", "nodes": [{"number": 1}]}']
 )
 def test_a_directory_that_can_not_be_read_says_what_to_do(tmp_path: Path, record: str) -> None:
     (tmp_path / "cluster.json").write_text(record)

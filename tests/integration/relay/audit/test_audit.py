@@ -5,13 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import json
-from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
 import psycopg
-import pytest
-from audit_support import EVENTS, Pipeline
+from audit_support import EVENTS, Pipeline, pipeline
 from confluent_kafka.admin import AdminClient
 from spans import relay
 from support import order, wait_until, write
@@ -20,34 +18,51 @@ from uuid_utils.compat import uuid4, uuid7
 
 from outbox import Event, Outbox
 from outbox.inbox import Reject
-from relay.audit import comparison, findings
+from relay.audit import comparison, findings, tables
 from relay.audit.topics import Topics
 from relay.cli.app import app
 
-__all__ = ["order"]
+__all__ = ["order", "pipeline"]
 
 
-@pytest.fixture
-def pipeline(outbox_postgres, outbox_kafka, order) -> Iterator[Pipeline]:
-    kind, topic = order
-    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
-        pipeline = Pipeline(outbox_postgres, outbox_kafka, kind, topic)
-        pipeline.kept_before()
-        yield pipeline
-
-
-def test_a_clean_pipeline_is_equal(pipeline, monkeypatch):
+def test_what_is_equal_what_is_under_way_and_what_a_group_lacks_or_has_too_much(pipeline, monkeypatch):
     pipeline.add()
     pipeline.published()
     pipeline.applied(EVENTS)
     status, found = pipeline.audit()
     assert (status, found["differences"]) == (0, []), found
-    assert sum(one["committed"] for one in found["windows"]) == EVENTS
-    assert sum(one["kafka"] for one in found["windows"]) == EVENTS
+    for count in ("committed", "kafka"):
+        assert sum(one[count] for one in found["windows"]) == EVENTS
     assert sum(one["groups"][pipeline.group]["applied"] for one in found["windows"]) == EVENTS
     # What is equal is not compared one by one.
-    monkeypatch.setattr(Topics, "events", None)
-    assert pipeline.differences() == []
+    with monkeypatch.context() as patched:
+        patched.setattr(Topics, "events", None)
+        assert pipeline.differences() == []
+    more = pipeline.add(4)
+    pipeline.published()
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, [])
+    # Those before may be of a minute that is over.
+    assert found["windows"][-1]["state"] == "open"
+    assert sum(one["groups"][pipeline.group]["waiting"] for one in found["windows"]) == 4
+    # A group that was set forward.
+    for part, end in pipeline.ends().items():
+        pipeline.run(f"UPDATE consumer.offsets SET next_offset = {end} WHERE part = {part}")
+    assert pipeline.differences() == sorted(("missing", one) for one in more)
+    assert pipeline.differences("--partial", pipeline.group) == []
+    # An id without a message.
+    event_id = str(uuid7())
+    pipeline.run(
+        "INSERT INTO consumer.processed_messages (grp, day, message_id) "
+        f"SELECT '{pipeline.group}', current_date, '{event_id}'"
+    )
+    assert pipeline.differences("--partial", pipeline.group) == [("unknown", event_id)]
+    # A minute that has begun is audited.
+    day = "2026-11-25T"
+    for until, minutes in (("10:00:00", 60), ("10:00:00.2", 61), ("10:00:59", 61)):
+        status, found = pipeline.audit("--since", f"{day}09:00:30+00:00", "--until", f"{day}{until}+00:00")
+        since, end = (dt.datetime.fromisoformat(found[name]) for name in ("since", "until"))
+        assert (status, end - since) == (0, dt.timedelta(minutes=minutes)), until
 
 
 def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
@@ -71,15 +86,6 @@ def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
     traced = CliRunner().invoke(app, ["trace", ids[0], "--json"], env=pipeline.environment)
     assert [group["state"] for group in json.loads(traced.stdout)["groups"]] == ["given-up"]
     assert "given up (at-most-once)" in CliRunner().invoke(app, ["trace", ids[0]], env=pipeline.environment).stdout
-
-
-@pytest.mark.parametrize(("until", "minutes"), [("10:00:00", 60), ("10:00:00.2", 61), ("10:00:59", 61)])
-def test_a_minute_that_has_begun_is_audited(pipeline, until, minutes):
-    day = "2026-11-25T"
-    status, found = pipeline.audit("--since", f"{day}09:00:30+00:00", "--until", f"{day}{until}+00:00")
-    assert status == 0
-    since, end = (dt.datetime.fromisoformat(found[name]) for name in ("since", "until"))
-    assert (end - since) == dt.timedelta(minutes=minutes)
 
 
 def test_ids_without_a_time_tombstones_bytes_and_repeats_of_the_key(pipeline):
@@ -124,18 +130,25 @@ def test_of_a_group_with_a_key_only_the_positions_are_compared(pipeline):
     assert states == ["passed", "passed", "dead", "dead"]
 
 
-def test_copies_and_replays_are_no_repeats(pipeline):
+def test_copies_replays_and_the_topic_of_another_outbox_are_no_differences(pipeline):
+    """The group reads that topic too; its relays have the same source, and the template allows it."""
     ids = pipeline.add()
     pipeline.published()
     assert CliRunner().invoke(app, ["replay", "--all", "--yes"], env=pipeline.environment).exit_code == 0
     pipeline.published()
-    pipeline.applied(2 * len(ids))
+    other = pipeline.kafka.create_topic(f"{pipeline.kafka.name('cart').lower()}-events", 1)
+    for _ in range(5):
+        pipeline.produce(topic=other, value=b"{}", headers={"ce_id": str(uuid7()), "ce_source": "/outbox"})
+    pipeline.applied(2 * len(ids) + 5, topics=[other])
     assert pipeline.differences() == []
+    assert pipeline.differences("--topic", pipeline.topic) == []
 
 
 def test_each_difference_between_the_archive_and_kafka_is_named(pipeline):
     """And records of others are counted."""
     ids = pipeline.add()
+    with psycopg.connect(pipeline.database.url) as connection:
+        subject = str(Outbox().add(connection, Event(pipeline.kind, "customer-7", "Paid", {}, subject="order-1")))
     pipeline.published()
     twice = pipeline.record(ids[20])
     pipeline.produce(value=b"x", headers={"ce_id": "no id"})
@@ -152,32 +165,36 @@ def test_each_difference_between_the_archive_and_kafka_is_named(pipeline):
         f"payload, payload_bytes, headers, created_at, published_at, NULL, NULL, NULL "
         f"FROM outbox.published WHERE event_id = '{ids[0]}'"
     )
-    pipeline.run(f"UPDATE outbox.published SET payload = '{{}}' WHERE event_id = '{ids[3]}'")
-    pipeline.run(f"UPDATE outbox.published SET headers = '{{\"tenant\": \"b\"}}' WHERE event_id = '{ids[4]}'")
-    pipeline.run(f"UPDATE outbox.published SET partition = (partition + 1) % 3 WHERE event_id = '{ids[5]}'")
+    for event_id, change in (
+        (ids[3], "payload = '{}'"),
+        (ids[4], 'headers = \'{"tenant": "b"}\''),
+        (subject, 'headers = \'{"ce_subject": "order-2"}\''),
+        (ids[5], "partition = (partition + 1) % 3"),
+        # As if it was written before ids[1], which is of its key and stands before it.
+        (ids[8], f"id = (SELECT id FROM outbox.published WHERE event_id = '{ids[1]}') - 1000"),
+    ):
+        pipeline.run(f"UPDATE outbox.published SET {change} WHERE event_id = '{event_id}'")
     place = {"key": twice.key(), "headers": twice.headers(), "partition": (twice.partition() + 1) % 3}
     pipeline.produce(value=twice.value(), **place)
     pipeline.produce(value=b"{}", key=b"key-1", headers={"ce_id": unwritten, "ce_source": "/outbox"})
-    named = [("unknown", unarchived), ("missing", lost), ("payload", ids[3]), ("payload", ids[4])]
-    named += [("partition", ids[5]), ("repeated", ids[20]), ("unknown", unwritten)]
+    named = [("unknown", unarchived), ("missing", lost), ("repeated", ids[20]), ("unknown", unwritten)]
+    named += [("payload", ids[3]), ("payload", ids[4]), ("payload", subject), ("partition", ids[5]), ("order", ids[1])]
     assert pipeline.differences() == sorted(named)
 
 
-def test_a_topic_that_was_deleted(pipeline):
-    ids = pipeline.add()
+def test_several_minutes_are_compared_as_many_at_once_as_may_be(pipeline, monkeypatch, tmp_path):
+    """And those that were not compared are no success."""
+    ids = [one for ago in (600, 480) for one in pipeline.add(ago=ago)]
     pipeline.published()
-    client = AdminClient({"bootstrap.servers": pipeline.kafka.bootstrap_servers})
-    client.delete_topics([pipeline.topic])[pipeline.topic].result(30)
-    wait_until(lambda: pipeline.topic not in client.list_topics(timeout=30).topics, what="the topic to go")
-    assert pipeline.differences() == sorted(("missing", one) for one in ids)
-
-
-def test_windows_that_were_not_compared_are_no_success(pipeline, monkeypatch, tmp_path):
-    for ago in (600, 480):
-        pipeline.add(ago=ago)
-    pipeline.published()
+    # Fewer rows at once than a minute has; both minutes at once.
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", EVENTS - 5)
+    faults = [ids[at] for at in (EVENTS // 2, EVENTS - 2, EVENTS * 3 // 2)]
+    for one in faults:
+        pipeline.run(f"UPDATE outbox.published SET payload = '{{}}' WHERE event_id = '{one}'")
+    assert pipeline.differences() == sorted(("payload", one) for one in faults)
+    monkeypatch.setattr(findings, "AT_ONCE", EVENTS)
+    assert pipeline.differences() == sorted(("payload", one) for one in faults)
     pipeline.run("UPDATE outbox.published SET payload = '{}'")
-    monkeypatch.setattr(findings, "AT_ONCE", 1)
     monkeypatch.setattr(comparison, "_MOST_COMPARED", 1)
     file = tmp_path / "certificate"
     status, found = pipeline.audit("--certificate", str(file))
@@ -187,67 +204,13 @@ def test_windows_that_were_not_compared_are_no_success(pipeline, monkeypatch, tm
     assert any("were not compared one by one" in note for note in found["notes"])
 
 
-def test_many_events_of_several_minutes_with_the_faults_in_the_middle(pipeline, monkeypatch):
-    """More than the rows that are read, and the events that are compared, at once."""
-    ids = [one for ago in (600, 480) for one in pipeline.add(5200, ago=ago)]
-    pipeline.published()
-    monkeypatch.setattr(findings, "AT_ONCE", 6000)
-    faults = [ids[at] for at in (2600, 5100, 7800)]
-    for one in faults:
-        pipeline.run(f"UPDATE outbox.published SET payload = '{{}}' WHERE event_id = '{one}'")
-    assert pipeline.differences() == sorted(("payload", one) for one in faults)
-
-
-def test_a_group_that_also_reads_the_topic_of_another_outbox(pipeline):
-    """Its relays have the same source, and the template allows its topic."""
+def test_a_topic_that_was_deleted(pipeline):
     ids = pipeline.add()
     pipeline.published()
-    other = pipeline.kafka.create_topic(f"{pipeline.kafka.name('cart').lower()}-events", 1)
-    for _ in range(5):
-        pipeline.produce(topic=other, value=b"{}", headers={"ce_id": str(uuid7()), "ce_source": "/outbox"})
-    pipeline.applied(len(ids) + 5, topics=[other])
-    assert pipeline.differences() == []
-    assert pipeline.differences("--topic", pipeline.topic) == []
-
-
-def test_a_subject_that_was_changed(pipeline):
-    with psycopg.connect(pipeline.database.url) as connection:
-        (event_id,) = Outbox().add_many(connection, [Event(pipeline.kind, "customer-7", "Paid", {}, subject="order-1")])
-    pipeline.published()
-    pipeline.run('UPDATE outbox.published SET headers = \'{"ce_subject": "order-2"}\'')
-    assert pipeline.differences() == [("payload", str(event_id))]
-
-
-def test_an_order_that_was_changed(pipeline):
-    """The archive says that the second event of a key was written before the first."""
-    ids = pipeline.add(10, keys=1)
-    pipeline.published()
-    pipeline.run(f"UPDATE outbox.published SET id = 10 * id - CASE event_id WHEN '{ids[5]}' THEN 25 ELSE 0 END")
-    assert {kind for kind, _ in pipeline.differences()} == {"order"}
-
-
-def test_a_group_that_was_set_forward(pipeline):
-    pipeline.add()
-    pipeline.published()
-    pipeline.applied(EVENTS)
-    more = pipeline.add()
-    pipeline.published()
-    for part, end in pipeline.ends().items():
-        pipeline.run(f"UPDATE consumer.offsets SET next_offset = {end} WHERE part = {part}")
-    assert pipeline.differences() == sorted(("missing", one) for one in more)
-    assert pipeline.differences("--partial", pipeline.group) == []
-
-
-def test_an_id_without_a_message(pipeline):
-    pipeline.add()
-    pipeline.published()
-    pipeline.applied(EVENTS)
-    event_id = str(uuid7())
-    pipeline.run(
-        "INSERT INTO consumer.processed_messages (grp, day, message_id) "
-        f"SELECT '{pipeline.group}', current_date, '{event_id}'"
-    )
-    assert pipeline.differences() == [("unknown", event_id)]
+    client = AdminClient({"bootstrap.servers": pipeline.kafka.bootstrap_servers})
+    client.delete_topics([pipeline.topic])[pipeline.topic].result(30)
+    wait_until(lambda: pipeline.topic not in client.list_topics(timeout=30).topics, what="the topic to go")
+    assert pipeline.differences() == sorted(("missing", one) for one in ids)
 
 
 def test_dead_letters_are_expected_not_to_be_applied(pipeline):
@@ -266,19 +229,6 @@ def test_dead_letters_are_expected_not_to_be_applied(pipeline):
     words = ["dead-letters", "discard", "--side", "consumer", str(letter), "--reason", "known"]
     assert CliRunner().invoke(app, words, env=pipeline.environment).exit_code == 0
     assert pipeline.differences() == []
-
-
-def test_what_is_under_way_is_open(pipeline):
-    pipeline.add()
-    pipeline.published()
-    pipeline.applied(EVENTS)
-    pipeline.add(4)
-    pipeline.published()
-    status, found = pipeline.audit()
-    assert (status, found["differences"]) == (0, [])
-    # Those before may be of a minute that is over.
-    assert found["windows"][-1]["state"] == "open"
-    assert sum(one["groups"][pipeline.group]["waiting"] for one in found["windows"]) == 4
 
 
 def test_without_an_archive_kafka_is_compared_with_the_groups(outbox_postgres, outbox_kafka, order):

@@ -5,69 +5,51 @@ from __future__ import annotations
 import datetime as dt
 import os
 import signal
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
-import pytest
-from audit_support import EVENTS, Pipeline
+from audit_support import EVENTS, Pipeline, pipeline
 from nursery import NURSERY
-from prometheus_client import CollectorRegistry, generate_latest
-from spans import relay
+from prometheus_client import generate_latest
 from support import order, wait_until
 
 from outbox import Event, Outbox
 from relay import insights
 from relay.audit import follow
-from relay.audit.findings import Scope
 from relay.audit.follow import Follower
-from relay.config import Settings, load
 from relay.metrics.outbox import outbox_metrics
 
-__all__ = ["order"]
+__all__ = ["order", "pipeline"]
 
 TEN_MINUTES = 600
 
 
-class Followed(Pipeline):
-    """A pipeline that is followed in this process. Its events are of ten minutes ago: of minutes that are over."""
-
-    def settings(self) -> Settings:
-        return load(
-            database_url=self.database.url,
-            kafka={"bootstrap_servers": self.kafka.bootstrap_servers},
-            relay={"archive_days": 1},
-        )
-
-    def follower(self) -> Follower:
-        now = dt.datetime.now(dt.UTC)
-        return Follower(self.settings(), Scope(now - dt.timedelta(hours=1), now))
-
-    def sent(self, count: int = EVENTS) -> list[str]:
-        ids = self.add(count, ago=TEN_MINUTES)
-        self.published()
-        return ids
-
-    def verified(self) -> insights.Verified:
-        with psycopg.connect(self.database.url) as connection:
-            _, found = insights.read_verified(connection, "outbox")
-        return found
-
-    def counts(self) -> tuple[int, int, int, int]:
-        found = self.verified()
-        return found.missing, found.repeated, found.other, found.skipped
-
-    def behind(self) -> float:
-        """Return how many minutes ago is what is verified."""
-        return (dt.datetime.now(dt.UTC) - self.verified().verified_until).total_seconds() / 60
+def verified(pipeline: Pipeline) -> insights.Verified:
+    with psycopg.connect(pipeline.database.url) as connection:
+        _, found = insights.read_verified(connection, "outbox")
+    return found
 
 
-@pytest.fixture
-def pipeline(outbox_postgres, outbox_kafka, order) -> Iterator[Followed]:
-    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
-        pipeline = Followed(outbox_postgres, outbox_kafka, *order)
-        pipeline.kept_before()
-        yield pipeline
+def counts(pipeline: Pipeline) -> tuple[int, int, int, int]:
+    found = verified(pipeline)
+    return found.missing, found.repeated, found.other, found.skipped
+
+
+def behind(pipeline: Pipeline) -> float:
+    """Return how many minutes ago is what is verified."""
+    return (dt.datetime.now(dt.UTC) - verified(pipeline).verified_until).total_seconds() / 60
+
+
+def again(pipeline: Pipeline) -> None:
+    """Let the last minutes be compared once more."""
+    pipeline.run("UPDATE outbox.verified SET verified_until = verified_until - interval '30 minutes'")
+
+
+def other_topic(pipeline: Pipeline) -> Pipeline:
+    return Pipeline(
+        pipeline.database, pipeline.kafka, f"{pipeline.kind}-other", f"{pipeline.kind.lower()}-other-events"
+    )
 
 
 def count(follower: Follower) -> int:
@@ -75,50 +57,55 @@ def count(follower: Follower) -> int:
     return sum(found.count for found in follower.advance())
 
 
-def repeat(pipeline: Followed, event_id: str) -> None:
-    record = pipeline.record(event_id)
-    pipeline.produce(key=record.key(), value=record.value(), headers=record.headers(), partition=record.partition())
-
-
-def test_a_difference_is_counted_once(pipeline):
+def test_a_difference_is_counted_once(pipeline, monkeypatch):
     ids = pipeline.sent()
-    follower = pipeline.follower()
-    repeat(pipeline, ids[3])
-    assert count(follower) == 1
-    assert pipeline.counts() == (0, 1, 0, 0)
-    assert 5 <= pipeline.behind() < 8
-    assert [(one["kind"], one["event_id"]) for one in pipeline.verified().differences] == [("repeated", ids[3])]
+    pipeline.repeat(ids[3])
+    assert count(pipeline.follower()) == 1
+    assert counts(pipeline) == (0, 1, 0, 0)
+    assert 5 <= behind(pipeline) < 8
+    assert [(one["kind"], one["event_id"]) for one in verified(pipeline).differences] == [("repeated", ids[3])]
     # A new process goes on where the last one was; a minute may have ended since.
     assert count(pipeline.follower()) == 0
-    pipeline.run("UPDATE outbox.verified SET verified_until = verified_until - interval '30 minutes'")
+    again(pipeline)
     pipeline.follower().advance()
-    assert pipeline.counts() == (0, 2, 0, 0)
+    assert counts(pipeline) == (0, 2, 0, 0)
+    # Two that follow.
+    again(pipeline)
+    real = follow.audit
+
+    def while_another_one_follows(*given: Any) -> Any:
+        monkeypatch.setattr(follow, "audit", real)
+        pipeline.follower().advance()
+        return real(*given)
+
+    monkeypatch.setattr(follow, "audit", while_another_one_follows)
+    assert count(pipeline.follower()) == 1
+    assert counts(pipeline) == (0, 3, 0, 0)
 
 
 def test_what_a_group_has_not_reached_is_not_verified(pipeline):
-    ids = pipeline.sent()
+    """Nor is a difference counted before the rest of its minute is there."""
+    pipeline.sent()
     pipeline.applied(EVENTS)
     more = pipeline.sent(5)
-    follower = pipeline.follower()
-    assert count(follower) == 0
-    assert pipeline.behind() > 9
-    pipeline.applied(EVENTS + 5)
-    pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id IN ('{ids[0]}', '{more[0]}')")
-    assert count(follower) == 2
-    assert pipeline.counts() == (2, 0, 0, 0)
-    assert {one["group"] for one in pipeline.verified().differences} == {pipeline.group}
-    assert pipeline.behind() < 8
+    assert count(pipeline.follower()) == 0
+    assert behind(pipeline) > 9
+    pipeline.repeat(more[0])
+    assert (count(pipeline.follower()), counts(pipeline)) == (1, (0, 0, 0, 0))
+    pipeline.applied(EVENTS + 6)
+    pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id = '{more[1]}'")
+    assert (count(pipeline.follower()), counts(pipeline)) == (2, (1, 1, 0, 0))
+    assert {one["group"] for one in verified(pipeline).differences} == {pipeline.group, None}
+    assert behind(pipeline) < 8
 
 
 def test_a_topic_does_not_wait_for_another(pipeline):
     pipeline.sent()
     pipeline.applied(EVENTS)
     pipeline.sent(5)  # which the group has not reached
-    other = Followed(
-        pipeline.database, pipeline.kafka, f"{pipeline.kind}-other", f"{pipeline.kind.lower()}-other-events"
-    )
+    other = other_topic(pipeline)
     ids = other.sent(5)
-    repeat(other, ids[3])
+    other.repeat(ids[3])
     follower = pipeline.follower()
     assert [count(follower), count(follower)] == [1, 0]
     rows = dict(
@@ -128,17 +115,6 @@ def test_a_topic_does_not_wait_for_another(pipeline):
         )
     )
     assert rows == {pipeline.topic: "(0,t)", other.topic: "(1,f)"}
-
-
-def test_a_difference_is_not_counted_before_the_rest_of_its_minute_is_there(pipeline):
-    pipeline.sent()
-    pipeline.applied(EVENTS)
-    more = pipeline.sent(5)
-    repeat(pipeline, more[0])
-    follower = pipeline.follower()
-    assert (count(follower), pipeline.counts()) == (1, (0, 0, 0, 0))
-    pipeline.applied(EVENTS + 6)
-    assert (count(follower), pipeline.counts()) == (1, (0, 1, 0, 0))
 
 
 def test_an_order_that_was_broken_minutes_apart(pipeline, monkeypatch):
@@ -152,8 +128,8 @@ def test_an_order_that_was_broken_minutes_apart(pipeline, monkeypatch):
         patched.setattr(Follower, "_closed", lambda *_: minute - 8)
         assert count(follower) == 0
     assert count(follower) == 1
-    assert [(one["kind"], one["event_id"]) for one in pipeline.verified().differences] == [("order", second[0])]
-    assert first[0] in pipeline.verified().differences[0]["text"]
+    assert [(one["kind"], one["event_id"]) for one in verified(pipeline).differences] == [("order", second[0])]
+    assert first[0] in verified(pipeline).differences[0]["text"]
 
 
 def test_a_key_that_left_its_partition_and_came_back_minutes_later(pipeline, monkeypatch):
@@ -177,12 +153,9 @@ def test_a_topic_that_stands_for_days_keeps_no_other_one(pipeline):
     pipeline.run(
         f"INSERT INTO outbox.verified (topic, verified_until) VALUES ('{pipeline.topic}', now() - interval '30 hours')"
     )
-    other = Followed(
-        pipeline.database, pipeline.kafka, f"{pipeline.kind}-other", f"{pipeline.kind.lower()}-other-events"
-    )
-    repeat(other, other.sent(5)[0])
-    now = dt.datetime.now(dt.UTC)
-    follower = Follower(pipeline.settings(), Scope(now - dt.timedelta(hours=3), now))
+    other = other_topic(pipeline)
+    other.repeat(other.sent(5)[0])
+    follower = pipeline.follower(hours=3)
     assert [count(follower) for _ in range(4)] == [0, 0, 1, 0]
     rows = dict(
         pipeline.rows("SELECT topic, repeated FROM outbox.verified WHERE verified_until > now() - interval '9m'")
@@ -198,33 +171,15 @@ def test_a_transaction_that_is_open_may_still_bring_events(pipeline):
         assert follower.advance() == []
         connection.commit()
     assert count(follower) == 0
-    assert pipeline.counts() == (0, 0, 0, 0)
+    assert counts(pipeline) == (0, 0, 0, 0)
 
 
 def test_minutes_of_which_the_archive_knows_nothing_are_skipped(pipeline):
     pipeline.run("DELETE FROM outbox.published")
     pipeline.sent()
     pipeline.follower().advance()
-    missing, repeated, other, skipped = pipeline.counts()
-    assert (missing, repeated, other) == (0, 0, 0)
-    assert skipped >= 1
-
-
-def test_two_that_follow_count_a_difference_once(pipeline, monkeypatch):
-    ids = pipeline.sent()
-    pipeline.follower().advance()
-    pipeline.run("UPDATE outbox.verified SET verified_until = verified_until - interval '30 minutes'")
-    repeat(pipeline, ids[3])
-    real = follow.audit
-
-    def while_another_one_follows(*given: Any) -> Any:
-        monkeypatch.setattr(follow, "audit", real)
-        pipeline.follower().advance()
-        return real(*given)
-
-    monkeypatch.setattr(follow, "audit", while_another_one_follows)
-    assert count(pipeline.follower()) == 1
-    assert pipeline.counts() == (0, 1, 0, 0)
+    *differences, skipped = counts(pipeline)
+    assert (differences, skipped >= 1) == ([0, 0, 0], True)
 
 
 def test_differences_beyond_those_that_are_named_are_counted(pipeline, monkeypatch):
@@ -233,13 +188,13 @@ def test_differences_beyond_those_that_are_named_are_counted(pipeline, monkeypat
     ids = pipeline.sent()
     pipeline.run(f"DELETE FROM outbox.published WHERE id > 0 AND event_id <> '{ids[0]}'")
     pipeline.follower().advance()
-    assert pipeline.counts() == (0, 0, EVENTS - 1, 0)
-    assert len(pipeline.verified().differences) == 3
+    assert counts(pipeline) == (0, 0, EVENTS - 1, 0)
+    assert len(verified(pipeline).differences) == 3
 
 
 def test_the_command_with_metrics_until_a_signal(pipeline, tmp_path):
     ids = pipeline.sent()
-    repeat(pipeline, ids[3])
+    pipeline.repeat(ids[3])
     environment = os.environ | pipeline.environment | {"OUTBOX_LOG_FORMAT": "json"}
     process = NURSERY.fork(["-m", "relay.cli", "audit", "--follow"], environment, tmp_path, tmp_path / "log")
     try:
@@ -253,14 +208,11 @@ def test_the_command_with_metrics_until_a_signal(pipeline, tmp_path):
     with psycopg.connect(pipeline.database.url) as connection:
         state = insights.look_at_tables(connection, "outbox")
 
-    class Shown(CollectorRegistry):
-        def collect(self) -> Any:
-            return outbox_metrics(state, {}, 1)
-
     of_topic = f'{{topic="{pipeline.topic}"}} '
-    lines = [line.split(of_topic) for line in generate_latest(Shown()).decode().splitlines() if of_topic in line]
+    text = generate_latest(SimpleNamespace(collect=lambda: outbox_metrics(state, {}, 1))).decode()
+    lines = [line.split(of_topic) for line in text.splitlines() if of_topic in line]
     assert {name: float(value) for name, value in lines} == {
-        "outbox_audit_verified_until_timestamp_seconds": pipeline.verified().verified_until.timestamp(),
+        "outbox_audit_verified_until_timestamp_seconds": verified(pipeline).verified_until.timestamp(),
         "outbox_audit_missing_total": 0,
         "outbox_audit_repeated_total": 1,
         "outbox_audit_other_differences_total": 0,

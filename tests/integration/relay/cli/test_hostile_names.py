@@ -62,13 +62,11 @@ def test_no_command_passes_it_on_to_the_terminal(hostile):
         if command not in {"doctor", "relay reconcile"}:
             # It is there, as it is written and not as markup.
             assert "[bold]x[/]" in done.output.replace("\n", ""), (command, done.output)
-
-
-def test_json_has_the_same_text_escaped(hostile):
     for command in ("status", "trace EVENT", "dead-letters list", "offsets show", "external list"):
         words = [hostile.get(word, word) for word in command.split()]
         done = CliRunner().invoke(app, [*words, "--json"])
         assert RAW.findall(done.stdout) == [], command
+        # JSON has the same text escaped.
         assert HOSTILE in texts(json.loads(done.stdout)), command
 
 

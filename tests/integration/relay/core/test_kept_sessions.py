@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 from loop_fakes import all_of
-from pause_rig import Rig, url, without_the_rules_of_loop_fakes
+from pause_rig import Rig, url
 from polling_support import add
 from support import look_up, owners, wait_until
 
@@ -20,7 +20,7 @@ from relay.core.ports import Batches, DatabaseUnavailable, Sent
 from relay.database import Connector
 from relay.lanes import LaneTable, lock_session
 
-__all__ = ["url", "without_the_rules_of_loop_fakes"]
+__all__ = ["url"]
 
 SESSION = "SELECT session FROM outbox.relays WHERE instance = 'me'"
 END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'control loop'"

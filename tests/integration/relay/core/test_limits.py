@@ -9,19 +9,16 @@ import psycopg
 import pytest
 from one_lane import OneLane
 from pgbouncer import PgBouncer
-from support import look_up, wait_until
+from polling_support import polling
+from support import backlog, look_up, wait_until
 
 from outbox import Event, Outbox
-from outbox._app.settings import FailureSettings
 from outbox.sandbox._process import patience
 from relay import database
 from relay.core.lease import Lease
 from relay.core.ports import DatabaseUnavailable, Receipt, UnsettledBatch
 from relay.database import Connector, begin_session, unavailable_on_error
-from relay.kafka.routing import Router
 from relay.lanes import LaneTable
-from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 
 
 @pytest.fixture(params=["direct", "pooled"])
@@ -42,12 +39,9 @@ def lease(url):
     return lease
 
 
-@contextmanager
-def opened(url: str, lease: Lease) -> Iterator[OneLane]:
+def opened(url: str, lease: Lease) -> OneLane:
     """A source. After an error it is of no further use."""
-    polling = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailureSettings(), Router()))
-    with OneLane(polling, lease) as source:
-        yield source
+    return OneLane(polling(url), lease)
 
 
 @contextmanager
@@ -93,7 +87,7 @@ def test_a_read_and_a_settling_that_meet_a_lock_are_given_up(url, lease, monkeyp
         assert [claim.event_id for claim in source.fetch(100)] == [claim.event_id for claim in claims]
         source.settle(Receipt(UnsettledBatch(claims)))
         source.flush()
-    assert look_up(url, "SELECT count(*) FROM outbox.events") == [(0,)]
+    assert backlog(url) == 0
 
 
 def test_a_statement_outside_of_any_transaction_is_given_up_too(url, lease, monkeypatch):

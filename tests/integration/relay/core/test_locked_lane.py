@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import psycopg
 import pytest
+from polling_support import add, polling, table
+from support import backlog
 
-from outbox import Event, Outbox
 from outbox._app.settings import FailureSettings
 from relay.core.ports import Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
-from relay.lanes import LaneTable
 from relay.polling.at_most_once import AtMostOnceSource
-from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
 
-
-@pytest.fixture
-def source(outbox_postgres):
-    failures = Failures("outbox", FailureSettings(), Router())
-    source = PollingSource(Connector(outbox_postgres.url, "test"), "outbox", failures)
-    yield source
-    source.close()
+KEYS = [f"k{n}" for n in range(400)]
 
 
-def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres, source):
-    leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 30.0).acquire(4)
-    for lease in leases:
-        source.hold(lease)
-    with psycopg.connect(outbox_postgres.url) as connection:
-        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {"n": n}) for n in range(400)])
+def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres):
+    leases = table(outbox_postgres, "me").acquire(4)
+    source = polling(outbox_postgres.url, leases)
+    add(outbox_postgres, *KEYS)
     limits = dict.fromkeys(range(4), 1000)
     first = source.fetch(limits)
     assert sorted(first.batches) == [0, 1, 2, 3]
@@ -46,8 +37,8 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
         assert source.settlement.unsettled == [1]
     third = source.fetch(limits)
     assert (third.batches, third.failed) == ({}, {})
-    with psycopg.connect(outbox_postgres.url) as connection:
-        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
+    assert backlog(outbox_postgres.url) == 0
+    source.close()
 
 
 def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_free(outbox_postgres):
@@ -69,11 +60,9 @@ def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_fre
         on_lost=lambda *what: lost.append(what),
         held=held,
     )
-    leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 30.0).acquire(4)
-    for lease in leases:
+    for lease in table(outbox_postgres, "me").acquire(4):
         once.hold(lease)
-    with psycopg.connect(outbox_postgres.url) as connection:
-        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {"n": n}) for n in range(400)])
+    add(outbox_postgres, *KEYS)
     limits = dict.fromkeys(range(4), 30)
     sent: dict[int, list[int]] = {lane: [] for lane in range(4)}
 

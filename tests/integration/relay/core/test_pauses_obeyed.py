@@ -7,27 +7,22 @@ import time
 from typing import Any
 
 from counting import Counting
-from loop_fakes import Broker, Watcher, all_of
-from pause_rig import LANE, ORDERS, Rig, url, without_the_rules_of_loop_fakes
+from loop_fakes import Broker, OnePublisher, Watcher, all_of
+from pause_rig import LANE, ORDERS, Rig, url
 from pause_support import pause, read, resume
-from polling_support import add, source, table, taken
+from polling_support import add, polling, source, table, taken
 from support import look_up, wait_until
 
-from outbox._app.settings import FailureSettings
 from relay.core.lane import LoopSettings
 from relay.core.lease import HeldLanes
 from relay.core.loop import WorkerLoop
 from relay.core.pauses import ALL, CurrentPauses, Pauses
-from relay.database import Connector
-from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling import low_water_mark, reader
-from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 from relay.supervisor import Supervisor
 from relay.wal.lane_hash import lane_of
 
-__all__ = ["url", "without_the_rules_of_loop_fakes"]
+__all__ = ["url"]
 
 
 # What relays read
@@ -133,17 +128,16 @@ def test_what_is_left_out_is_not_visited_by_each_read(outbox_postgres, url, monk
     monkeypatch.setattr(reader, "_LOOK_SECONDS", 0.0)
     add(outbox_postgres, *(f"k{number}" for number in range(40)))
     with source(outbox_postgres, taken(table(outbox_postgres, "me"))) as one:
-        polling = one.source
-        polling.leave_out(frozenset({("Order", False)}))
+        one.source.leave_out(frozenset({("Order", False)}))
         last = look_up(url, "SELECT max(id) FROM outbox.events")[0][0]
 
         def passed() -> bool:
-            assert polling.fetch({0: 100}).batches == {}
-            return bool(polling.reader.above([0])[0] == last)
+            assert one.fetch(100) == []
+            return bool(one.source.reader.above([0])[0] == last)
 
         wait_until(passed, what="the mark to rise")
-        polling.leave_out(frozenset())
-        assert len(polling.fetch({0: 100}).batches[0]) == 40
+        one.source.leave_out(frozenset())
+        assert len(one.fetch(100)) == 40
 
 
 def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, url):
@@ -151,10 +145,9 @@ def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, ur
     add(outbox_postgres, *(f"k{number}" for number in range(40)))
     held, current, broker = HeldLanes(), CurrentPauses(), Broker()
     held.give(table(outbox_postgres, "me").acquire(4))
-    failures = Failures("outbox", FailureSettings(), Router())
     loop = WorkerLoop(
-        lambda: PollingSource(Connector(url, "worker"), "outbox", failures),
-        broker.publisher,  # type: ignore[arg-type]
+        lambda: polling(url),
+        lambda _source: OnePublisher(broker),
         held=held,
         stop=threading.Event(),
         observer=Watcher(),

@@ -16,17 +16,13 @@ import pytest
 from counting import Counting
 from one_lane import OneLane
 from pgbouncer import PgBouncer
-from polling_support import add, fetched, lanes, settle, taken
+from polling_support import add, fetched, lanes, polling, settle, taken
 from proxy import Connection
-from stream_bench import BLOCK, outboxed
+from stream_bench import outboxed
 from support import wait_until
 
-from outbox._app.settings import FailureSettings
 from outbox._clients.search_path import PinnedConnection
-from relay.database import Connector
 from relay.polling.kept_marks import KeptMarks
-from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 
 __all__ = ["lanes", "outboxed"]
 
@@ -112,17 +108,16 @@ def test_a_relay_that_reads_the_wal(outboxed, once, monkeypatch):
 def test_a_relay_behind_a_pooler(outbox_postgres, lanes, monkeypatch):
     database = outbox_postgres.url
     with PgBouncer(database, size=4) as pooler, Halting(pooler.url, "test", database, monkeypatch) as halting:
-        failures = Failures("outbox", FailureSettings(), BLOCK)
-        polling = PollingSource(Connector(halting.url, "test"), "outbox", failures, kept=KeptMarks())
-        assert polling.session.pooled
-        with OneLane(polling, taken(lanes)) as one:
+        source = polling(halting.url, kept=KeptMarks())
+        assert source.session.pooled
+        with OneLane(source, taken(lanes)) as one:
             for name in "abc":
                 add(outbox_postgres, name)
                 claims = one.fetch(10)
                 assert fetched(claims) == [name]
                 settle(one, claims)
             assert one.fetch(10) == []
-            reader = polling.reader
+            reader = source.reader
             reader._row_marks.keep("this", list(reader._lanes.values()), {one.lane: 3})
     with outbox_postgres.connect() as admin:
         assert admin.execute("SELECT low_water_mark FROM outbox.lanes").fetchall() == [(3,)]

@@ -9,17 +9,13 @@ from typing import Protocol
 
 import loop_fakes
 import pytest
+from polling_support import polling
 from support import wait_until
 from takeover_support import Tables
 
-from outbox._app.settings import FailureSettings
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.ports import Claim, LaneLost, Receipt, Source, UnsettledBatch
-from relay.database import Connector
-from relay.kafka.routing import Router
-from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 from relay.wal.lane_hash import lane_of
 
 LANES = 2
@@ -84,12 +80,8 @@ class Polling:
         return self.left(lane)[len(before) :]
 
     def source(self) -> Source:
-        failures = Failures("outbox", FailureSettings(), Router())
-        source = PollingSource(Connector(self._tables.url, "test"), "outbox", failures, overlap=self._overlap)
-        self._tables.opened.append(source)
-        for lease in self._leases:
-            source.hold(lease)
-        return source
+        self._tables.opened.append(polling(self._tables.url, self._leases, overlap=self._overlap))
+        return self._tables.opened[-1]
 
     def left(self, lane: int) -> list[int]:
         return [row for (row,) in self._tables.run("SELECT id FROM outbox.events WHERE lane = %s ORDER BY id", lane)]
@@ -108,9 +100,9 @@ def subject(request):
         case ["fake", *how]:
             yield Fake(behind="behind" in how, unconfirmed="unconfirmed" in how)
         case how:
-            polling = Polling(request.getfixturevalue("outbox_postgres"), overlap="overlapping" in how)
-            yield polling
-            polling.close()
+            made = Polling(request.getfixturevalue("outbox_postgres"), overlap="overlapping" in how)
+            yield made
+            made.close()
 
 
 def fetch(source: Source, **limits: int) -> tuple[Mapping[int, list[Claim]], Mapping[int, OutboxError]]:

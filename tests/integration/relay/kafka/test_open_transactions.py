@@ -63,10 +63,7 @@ def test_a_relay_says_what_hangs_in_a_topic_of_events_and_is_not_ready(hanging, 
 
 def examined(outbox, **more) -> dict[str, Finding]:
     settings = load(
-        database_url=outbox.url,
-        name=outbox.name,
-        kafka={"bootstrap.servers": outbox.kafka.bootstrap_servers},
-        **more,
+        database_url=outbox.url, name=outbox.name, kafka={"bootstrap.servers": outbox.kafka.bootstrap_servers}, **more
     )
     return {finding.about: finding for finding in examine(settings)}
 

@@ -13,13 +13,6 @@ from relay.kafka.partition_counts import PartitionCounts
 from relay.wiring import build
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def grow(kafka: Any, topic: str, count: int) -> None:
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     admin.create_partitions([NewPartitions(topic, count)])[topic].result(30)
@@ -27,8 +20,9 @@ def grow(kafka: Any, topic: str, count: int) -> None:
 
 def test_partitions_that_are_added_to_a_topic_of_events_are_seen_for_a_day(outbox_kafka):
     ours, theirs, quiet = (outbox_kafka.create_topic(outbox_kafka.name(name), 3) for name in ("a", "b", "c"))
-    clock = Clock()
-    counts = PartitionCounts({"bootstrap.servers": outbox_kafka.bootstrap_servers}, {ours, quiet}.__contains__, clock)
+    clock = [0.0]
+    options = {"bootstrap.servers": outbox_kafka.bootstrap_servers}
+    counts = PartitionCounts(options, {ours, quiet}.__contains__, lambda: clock[0])
 
     def grown() -> dict[str, str]:
         counts.look()
@@ -47,7 +41,7 @@ def test_partitions_that_are_added_to_a_topic_of_events_are_seen_for_a_day(outbo
     assert f"partitions-{ours}" in line
     assert "keys are in other partitions than before" in line
     assert not next(check for check in health.checks if check.name.startswith("partitions")).counts
-    clock.now += 86_400.0
+    clock[0] += 86_400.0
     assert grown() == {}
 
 

@@ -9,18 +9,17 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import psycopg
 import pytest
 import takeover_support
 from confluent_kafka import KafkaError, KafkaException
-from support import wait_until
+from support import wait_until, write
 from takeover_support import LANES, Worker, place
 
-from outbox import Event, Outbox
+from outbox import Event
 from relay.config import producer_options
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
-from relay.core.ports import Completed, Failed, IdBusy, LaneLost, Sent
+from relay.core.ports import BatchRefused, Completed, Failed, IdBusy, LaneLost, Sent
 from relay.kafka.fencing import fence
 from relay.kafka.takeover import own_ids
 from relay.kafka.transactional import TransactionalPublisher
@@ -254,18 +253,6 @@ def test_only_lanes_with_an_unsettled_batch_take_a_transaction_of_their_own(plac
     assert place.tables.ids() == dict.fromkeys(range(LANES), heir.base_id)
 
 
-def test_lanes_of_several_former_workers_are_taken_over_at_once(place):
-    place.add()
-    former = [place.worker(name, lanes) for name, lanes in (("a", [0, 1]), ("b", [2, 3]), ("c", [4, 5]))]
-    for worker in former:
-        assert worker.join() == {}
-        assert isinstance(worker.publish(2), Completed)
-    heir = place.joined("d")
-    assert sorted(heir.fenced) == sorted(each for worker in former for each in own_ids(worker.base_id))
-    heir.drain()
-    assert place.all_once()
-
-
 def test_an_id_that_the_broker_lends_to_nobody_holds_up_its_own_lanes_only(place, monkeypatch):
     """Its last transaction has a partition without a leader, say; see tests/acceptance/test_stuck_topics.py."""
     place.add()
@@ -288,6 +275,7 @@ def test_an_id_that_the_broker_lends_to_nobody_holds_up_its_own_lanes_only(place
     # Each takes its time: one is enough to know.
     assert heir.fenced == [busy[0], *own_ids(former[1].base_id)]
     assert heir.publisher.join(heir.leases[:2]) == {}
+    assert heir.fenced[3:] == busy
     heir.drain()
     assert place.all_once()
 
@@ -345,40 +333,20 @@ def test_the_relay_of_a_primary_from_before_a_failover_leaves_the_other_one_alon
     assert isinstance(after.publisher.publish(in_hand), Completed)
 
 
-def test_a_turn_that_fails_leaves_nothing_for_readers(place):
-    """One lane's event is too large for the broker: the transaction of all lanes is aborted, and that lane named."""
-    small = place.kafka.create_topic(f"{place.kafka.name('small')}-events", 1, {"max.message.bytes": "2000"})
-    kind = small.removesuffix("-events")
-    worker = place.joined("a")
-    place.add()
-    with psycopg.connect(place.tables.url) as connection:
-        Outbox().add(connection, Event(kind, "large", "T", {"text": "".join(map(str, range(2000)))}))
-    [(lane,)] = place.tables.run("SELECT lane FROM outbox.events WHERE aggregate_id = 'large'")
-    sent = worker.publish(1000)
-    assert type(sent.error).__name__ == "BatchRefused"
-    assert list(sent.blamed) == [lane]
-    assert place.read() == Counter()
-    assert place.tables.batches() == dict.fromkeys(range(LANES), 1)
-    worker.source.settle(sent.receipts)
-    worker.publisher = worker.new_publisher()
-    assert worker.join() == {}
-    place.tables.run("DELETE FROM outbox.events WHERE aggregate_id = 'large'")
-    worker.drain()
-    assert place.all_once()
-
-
 @pytest.mark.parametrize("served", [True, False])
 def test_a_relay_goes_on_after_a_refusal_and_another_one_takes_its_lanes(place, served):
     """Its new producer is not fenced, even if the other relay has fenced the id before: it finds its lanes gone."""
     small = place.kafka.create_topic(f"{place.kafka.name('small')}-events", 1, {"max.message.bytes": "2000"})
     former = place.joined("a")
     place.add()
-    with psycopg.connect(place.tables.url) as connection:
-        Outbox().add(connection, Event(small.removesuffix("-events"), "large", "T", os.urandom(4000)))
+    write(place.tables.url, [Event(small.removesuffix("-events"), "large", "T", os.urandom(4000))])
     [(lane, large)] = place.tables.run("SELECT lane, id FROM outbox.events WHERE aggregate_id = 'large'")
     sent = former.publish(1000)
     assert isinstance(sent, Failed)
-    assert not sent.publisher_unusable
+    assert (type(sent.error), list(sent.blamed), sent.publisher_unusable) == (BatchRefused, [lane], False)
+    # The transaction of all lanes is aborted: readers see nothing of it.
+    assert place.read() == Counter()
+    assert place.tables.batches() == dict.fromkeys(range(LANES), 1)
     # It was alone in its request, so it is named.
     assert [(n, [claim.position for claim, _ in each.refused], each.count) for n, each in sent.receipts.items()] == [
         (lane, [large], 1)

@@ -6,20 +6,15 @@ import json
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
 
 import psycopg
 import pytest
-from confluent_kafka import Producer
 from prometheus import Prometheus, require
 from support import IMPATIENT, drained, wait_until
-from typer.testing import CliRunner
 
 from outbox import Event, Outbox
-from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.sandbox._ports import free_ports
-from relay.cli.app import app
 
 MONITORING = Path(__file__).parents[4] / "docs" / "operations" / "monitoring"
 
@@ -87,57 +82,3 @@ def test_panels_and_alerts_of_a_relay_that_prometheus_scrapes(outbox_postgres, o
         )
         relay.kill()
         wait_until(lambda: "OutboxNotPublishing" in prometheus.firing(), what="the alert that nobody publishes")
-
-
-def test_two_outboxes_of_which_one_fails(outbox_postgres, outbox_kafka, outbox_relay, tmp_path):
-    """Real figures of both on one real Prometheus: a relay too few, and a group without a consumer, of one of them."""
-    url, servers = outbox_postgres.url, {"bootstrap.servers": outbox_kafka.bootstrap_servers}
-    environment = {"OUTBOX_DATABASE_URL": url}
-    done = CliRunner().invoke(app, ["db", "upgrade", "--schema", "bills"], env=environment)
-    assert done.exit_code == 0, done.output
-    ports = free_ports(2)
-    topics = {name: outbox_kafka.create_topic(outbox_kafka.name(name), 1) for name in ("orders", "bills")}
-    for (name, topic), port in zip(topics.items(), ports, strict=True):
-        ill = name == "orders"
-        outbox_relay(
-            program=IMPATIENT,
-            name=name,
-            schema="outbox" if ill else "bills",
-            # The other outbox has its consumers elsewhere.
-            consumer_schema="consumer" if ill else "nowhere",
-            routes=json.dumps({"Order": {"topic": topic}}),
-            relay__metrics_address=f"127.0.0.1:{port}",
-            relay__lease_seconds=2,
-            relay__expected_relays=2 if ill else 1,
-        )
-    with psycopg.connect(url, autocommit=True) as connection:
-        for schema in ("outbox", "bills"):
-            with connection.transaction():
-                Outbox(schema=schema).add_many(connection, [Event("Order", f"k{n}", "T", {}) for n in range(500)])
-        # Whose messages came two hours ago.
-        old = outbox_kafka.create_topic(outbox_kafka.name("old"), 1)
-        producer = Producer({**servers, "enable.idempotence": True})
-        producer.produce(old, b"x", timestamp=int((time.time() - 7_200) * 1_000))
-        assert producer.flush(30) == 0
-        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'gone')")
-        connection.execute(
-            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation, updated_at) "
-            "VALUES ('g', %s, 0, %s, 0, 1, now() - interval '3 days')",
-            (old, KafkaAdmin(servers).snapshot([old]).ids[old]),
-        )
-    with Prometheus(tmp_path, ports, MONITORING / "alerts.yaml") as prometheus:
-
-        def by_outbox(expression: str) -> dict[str, str]:
-            return {one["metric"]["outbox"]: one["value"][1] for one in prometheus.query(expression)}
-
-        published = "sum by (outbox) (outbox_relay_publish_delay_seconds_count)"
-        wait_until(lambda: by_outbox(published) == {"orders": "500", "bills": "500"}, 60, "the histograms")
-        wait_until(lambda: by_outbox("max by (outbox) (outbox_group_lag_messages)") == {"orders": "1"}, 60, "the lag")
-
-        def fire() -> set[tuple[str, str | None]]:
-            found = prometheus.query('ALERTS{alertstate="firing"}')
-            # Until rules are evaluated after the first scrape, an alert without an outbox says that there is no relay.
-            return {(one["metric"]["alertname"], one["metric"].get("outbox")) for one in found}
-
-        alerts = {("OutboxRelaysMissing", "orders"), ("ConsumerGone", "orders")}
-        wait_until(lambda: fire() == alerts, 60, "the alerts of the one that fails")

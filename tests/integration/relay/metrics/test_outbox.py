@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import psycopg
+from alerting import scraped
 from support import IMPATIENT, drained, logged, order, wait_until
 
 from outbox import Event, Outbox, __version__
@@ -14,27 +15,19 @@ from outbox.sandbox._ports import free_ports
 
 __all__ = ["order"]
 
-EVENTS = 6_000
+EVENTS = 1_000
 
 
 class Scraped:
     """What both relays show, added up as Prometheus' ``sum`` does. One that shows no such metric adds nothing."""
 
     def __init__(self, ports: list[int]) -> None:
-        self._ports = ports
+        self._addresses = [f"127.0.0.1:{port}" for port in ports]
 
     def each(self, name: str) -> list[float]:
-        found = []
-        for port in self._ports:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-                    lines = answer.read().decode().splitlines()
-            except OSError:
-                continue
-            metric, _, labels = name.rstrip("}").partition("{")
-            series = f'{metric}{{outbox="orders"{labels and f",{labels}"}}}'
-            found += [float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == series]
-        return found
+        metric, _, labels = name.rstrip("}").partition("{")
+        start = f'{metric}{{outbox="orders"{labels and f",{labels}"},instance='
+        return [value for series, value in scraped(*self._addresses).items() if series.startswith(start)]
 
     def sum(self, name: str) -> float:
         return sum(self.each(name))
@@ -45,22 +38,45 @@ def add(url: str, kind: str, count: int, **payload: str) -> None:
         Outbox().add_many(connection, [Event(kind, f"k{n}", "T", payload or {"n": n}) for n in range(count)])
 
 
-def test_figures_of_two_relays_add_up(outbox_relay, outbox_postgres, order):
-    ports = free_ports(2)
+def answers(port: int, path: str) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_figures_of_two_relays_add_up(outbox_relay, outbox_kafka, outbox_postgres, order):
+    """And each says what it is, and that it lives, whatever it waits for: a restart would mend nothing."""
+    ports, routes = free_ports(2), {order[0]: {"topic": order[1]}, "A": {"topic": "a"}}
     relays = [
         outbox_relay(
             program=IMPATIENT,
             name="orders",
             relay__metrics_address=f"127.0.0.1:{port}",
             relay__lease_seconds=2,
-            routes=json.dumps({order[0]: {"topic": order[1]}}),
+            routes=json.dumps(routes),
             failures__max_attempts=1_000,
         )
         for port in ports
     ]
+    for relay in relays:
+        (line,) = wait_until(lambda relay=relay: logged(relay, "relay started"), what="the first line")
+        said = (line["delivery"], line["source"], line["topics"])
+        assert said == ("at-least-once", "polling", sorted(["a", order[1]]))
+        assert (line["brokers"], line["outbox"], line["name"]) == (outbox_kafka.bootstrap_servers, "orders", "orders")
+        # No credentials in the log.
+        assert line["database"].startswith("postgresql://127.0.0.1:")
+        assert "@" not in line["database"]
     found = Scraped(ports)
     wait_until(lambda: found.each("outbox_relay_lanes") == [2.0, 2.0], what="the lanes to be shared out")
     wait_until(lambda: found.each("outbox_lanes") == [4.0], what="the first look at the outbox")
+    labels = f'delivery="at-least-once",outbox="orders",source="polling",version="{__version__}"'
+    for port in ports:
+        wait_until(lambda port=port: answers(port, "/readyz")[0] == 200, what="the relay to be ready")
+        assert answers(port, "/livez") == (200, b"alive\n")
+        assert f"outbox_relay_build_info{{{labels}}} 1.0" in answers(port, "/metrics")[1].decode().splitlines()
     url = outbox_postgres.url
     add(url, order[0], EVENTS)
     drained(url)
@@ -82,39 +98,7 @@ def test_figures_of_two_relays_add_up(outbox_relay, outbox_postgres, order):
     relays[0].kill()
     shown = ("outbox_relays_alive", "outbox_backlog_events", "outbox_lanes_unheld")
     wait_until(lambda: [found.each(name) for name in shown] == [[1.0], [3.0], [0.0]], what="the other relay to show it")
-
-
-def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka, outbox_relay):
-    """Whatever it waits for, it is alive: a restart would mend nothing. No credentials in the log."""
-    (port,) = free_ports(1)
-    relay = outbox_relay(
-        relay__metrics_address=f"127.0.0.1:{port}",
-        relay__lease_seconds=1,
-        delivery="exactly-once",
-        name=outbox_kafka.name("outbox"),
-        routes=json.dumps({"B": {"topic": "b"}, "A": {"topic": "a"}}),
-    )
-    (line,) = wait_until(lambda: logged(relay, "relay started"), what="the first line")
-    assert (line["delivery"], line["source"], line["topics"]) == ("exactly-once", "polling", ["a", "b"])
-    assert line["brokers"] == outbox_kafka.bootstrap_servers
-    assert line["outbox"] == line["name"]
-    assert line["database"].startswith("postgresql://127.0.0.1:")
-    assert "@" not in line["database"]
-
-    def answers(path: str) -> tuple[int, bytes]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
-                return answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read()
-
-    wait_until(lambda: answers("/readyz")[0] == 200, what="the relay to be ready")
-    assert answers("/livez") == (200, b"alive\n")
-    name = line["name"]
-    labels = f'delivery="exactly-once",outbox="{name}",source="polling",version="{__version__}"'
-    assert f"outbox_relay_build_info{{{labels}}} 1.0" in answers("/metrics")[1].decode().splitlines()
-    with psycopg.connect(outbox_postgres.url) as other:
+    with psycopg.connect(url) as other:
         other.execute("LOCK TABLE outbox.lanes")
-        wait_until(lambda: answers("/readyz")[0] == 503, what="the relay to stand still", seconds=120)
-        assert answers("/livez") == (200, b"alive\n")
+        wait_until(lambda: answers(ports[1], "/readyz")[0] == 503, what="the relay to stand still", seconds=120)
+        assert answers(ports[1], "/livez") == (200, b"alive\n")

@@ -6,13 +6,12 @@ promtool evaluates the real rules; what relays and consumers really show is in t
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
-import pytest
 from alerting import RULES, Samples, firing_by_outbox
 
 from relay.core.pauses import ScopeKind
 
-ILL, WELL = "ill", "well"
 NOW = 600.0
 
 RELAY: Samples = {
@@ -133,103 +132,81 @@ FAILURES: dict[str, tuple[Shown, Shown]] = {
 }
 
 
-def shown(outbox: str, instead: Shown) -> Samples:
+# A pause explains neither the age of another topic's events nor why these pile up; its own may be as old as they are.
+PAUSED: Shown = {
+    'outbox_pauses{scope="topic"}': 1,
+    "outbox_backlog_oldest_age_seconds": 9_000,
+    'outbox_backlog_topic_oldest_age_seconds{topic="bills"}': None,
+}
+GREW: Shown = PAUSED | {"outbox_backlog_events": 11_000}
+OLD: Shown = PAUSED | {'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 100}
+# Long after its last scrape, and where it never had one.
+STANDS: Shown = {
+    f"outbox_group_wait_seconds{OF_INBOX}": 90_000,
+    'outbox_group_last_progress_timestamp_seconds{group="inbox"}': NOW - 90_000,
+}
+KILLED: Shown = dict.fromkeys(CONSUMER) | {
+    f"outbox_group_wait_seconds{OF_PARTITION}": 90_000,
+    'outbox_group_last_progress_timestamp_seconds{group="g"}': NOW - 90_000,
+}
+# As a job that a scheduler starts, between two runs.
+NOTHING_WAITS: Shown = KILLED | dict.fromkeys(
+    series for series in GROUPS if series.startswith(("outbox_group_lag_messages{", "outbox_group_wait_seconds{"))
+)
+# Outboxes by their names: what they show now and before, and their alerts; None: whatever they are. Each of these shows
+# what explains an alert, of itself alone.
+OUTBOXES: dict[str, tuple[Shown, Shown, set[str] | None]] = {
+    "well": ({}, {}, set()),
+    **{alert: (now, before, {alert}) for alert, (now, before) in FAILURES.items()},
+    "retries": ({"outbox_events_retrying": 3}, {}, None),
+    "everything is paused": ({'outbox_pauses{scope="all"}': 1}, {}, None),
+    "not counted": ({"outbox_backlog_oldest_age_seconds": None}, {}, None),
+    "a paused topic": (PAUSED, GREW, {"OutboxPaused"}),
+    "a paused topic, and another that stands still": (
+        *(OLD, GREW),
+        {"OutboxPaused", "OutboxBacklogOld", "OutboxBacklogGrows"},
+    ),
+    "an inbox that stands still": (STANDS, STANDS, {"ConsumerGone"}),
+    "a consumer that was killed": (KILLED, KILLED, {"ConsumerGone"}),
+    "a consumer that has ended": (NOTHING_WAITS, NOTHING_WAITS, set()),
+    "a partition of an inbox": (
+        {f"outbox_group_wait_seconds{OF_INBOX}": 400},
+        {f"outbox_group_wait_seconds{OF_INBOX}": 400},
+        {"ConsumerPartitionStandsStill"},
+    ),
+    # As one whose relay has not reached Postgres since it was started.
+    "never shown": (dict.fromkeys(STATE), dict.fromkeys(STATE), {"OutboxNotPublishing"}),
+    "two relays": ({}, {}, set()),
+}
+
+
+def shown(outbox: str, instead: Shown, instance: str | None = None) -> Samples:
     """Return what the processes of an outbox show to Prometheus."""
     found = {}
     for series, value in {**HEALTHY, **instead}.items():
         if value is not None:
             name, _, labels = series.rstrip("}").partition("{")
-            found[f'{name}{{{labels}{"," if labels else ""}outbox="{outbox}",instance="{outbox}"}}'] = float(value)
+            labels = f'{labels}{"," if labels else ""}outbox="{outbox}",instance="{instance or outbox}"'
+            found[f"{name}{{{labels}}}"] = float(value)
     return found
-
-
-def test_nothing_fires_while_both_are_well():
-    assert firing_by_outbox(shown(ILL, {}) | shown(WELL, {})) == set()
 
 
 def test_every_alert_is_tried():
     assert set(FAILURES) == set(re.findall(r"- alert: (\w+)", RULES.read_text()))
 
 
-def of_all(outboxes: dict[str, Shown]) -> Samples:
-    """Return what the processes of several outboxes show."""
-    return {series: value for outbox, instead in outboxes.items() for series, value in shown(outbox, instead).items()}
-
-
-def test_a_failure_of_one_outbox_is_an_alert_of_that_one():
-    """Each failure is in an outbox of its own, which is called after the alert, beside one that is well."""
-    now = of_all({alert: now for alert, (now, _) in FAILURES.items()} | {WELL: {}})
-    before = of_all({alert: before for alert, (_, before) in FAILURES.items()} | {WELL: {}})
-    assert firing_by_outbox(now, before) == {(alert, alert) for alert in FAILURES}
-
-
-MASKED = ("OutboxNotPublishing", "OutboxBacklogOld", "OutboxBacklogUnknown", "OutboxBacklogGrows")
-
-
-@pytest.mark.parametrize(
-    "masks",
-    [
-        {"outbox_events_retrying": 3},
-        {'outbox_pauses{scope="topic"}': 1},
-        {'outbox_pauses{scope="all"}': 1},
-        NO_RELAY,
-        {"outbox_backlog_oldest_age_seconds": None},
-    ],
-    ids=["retries", "paused topic", "all paused", "no relay", "not counted"],
-)
-def test_what_explains_one_outbox_does_not_explain_the_other(masks):
-    now = of_all({alert: FAILURES[alert][0] for alert in MASKED} | {"other": masks})
-    before = of_all({alert: FAILURES[alert][1] for alert in MASKED} | {"other": {}})
-    found = firing_by_outbox(now, before)
-    assert {(name, outbox) for name, outbox in found if outbox != "other"} == {(alert, alert) for alert in MASKED}
-
-
-def test_a_paused_topic_does_not_explain_the_age_of_another():
-    """Its own events may be as old as they are. Nor is a pause the reason for which another topic's events pile up."""
-    paused: Shown = {'outbox_pauses{scope="topic"}': 1, "outbox_backlog_oldest_age_seconds": 9_000}
-    paused['outbox_backlog_topic_oldest_age_seconds{topic="bills"}'] = None
-    before = shown(ILL, paused | {"outbox_backlog_events": 11_000})
-    assert firing_by_outbox(shown(ILL, paused), before) == {("OutboxPaused", ILL)}
-    old = shown(ILL, paused | {'outbox_backlog_topic_oldest_age_seconds{topic="orders"}': 100})
-    assert firing_by_outbox(old, before) == {
-        (alert, ILL) for alert in ("OutboxPaused", "OutboxBacklogOld", "OutboxBacklogGrows")
-    }
-
-
-def test_a_group_of_which_nothing_moves_is_gone_for_as_long_as_that_is_so():
-    """Long after its last scrape, and where it never had one; the other outbox has a group of the same name."""
-    stands: Shown = {f"outbox_group_wait_seconds{OF_INBOX}": 90_000}
-    stands['outbox_group_last_progress_timestamp_seconds{group="inbox"}'] = NOW - 90_000
-    now = shown(ILL, stands) | shown(WELL, {})
-    assert firing_by_outbox(now, now) == {("ConsumerGone", ILL)}
-    killed = dict.fromkeys(CONSUMER) | {f"outbox_group_wait_seconds{OF_PARTITION}": 90_000}
-    killed['outbox_group_last_progress_timestamp_seconds{group="g"}'] = NOW - 90_000
-    now = shown(ILL, killed) | shown(WELL, {})
-    assert firing_by_outbox(now, now) == {("ConsumerGone", ILL)}
-    # Nothing waits: as a job that a scheduler starts, between two runs.
-    for name in ("lag_messages{", "wait_seconds{"):
-        killed |= {series: None for series in GROUPS if series.startswith(f"outbox_group_{name}")}
-    assert firing_by_outbox(shown(ILL, killed), shown(ILL, killed)) == set()
-
-
-def test_a_partition_of_an_inbox_that_stands_still_while_others_move():
-    stands: Shown = {f"outbox_group_wait_seconds{OF_INBOX}": 400}
-    assert firing_by_outbox(shown(ILL, stands) | shown(WELL, {})) == {("ConsumerPartitionStandsStill", ILL)}
-
-
-def test_a_relay_that_has_never_shown_its_outbox_is_missed():
-    """As one that has not reached Postgres since it was started, beside an outbox that is well."""
-    never = shown(ILL, dict.fromkeys(STATE))
-    assert firing_by_outbox(never | shown(WELL, {})) == {("OutboxNotPublishing", ILL)}
-
-
-def test_a_relay_without_a_first_lane_explains_nothing_of_another_outbox():
-    """Of two relays of an outbox only one shows its state."""
-    second = {
-        series.replace('instance="ill"', 'instance="second"'): value
-        for series, value in shown(ILL, dict.fromkeys(STATE)).items()
-    }
-    assert firing_by_outbox(shown(ILL, {}) | second | shown(WELL, {})) == set()
+def test_an_alert_is_that_of_the_outbox_that_fails_whatever_others_show():
+    """All are evaluated at once: what explains or hides an alert of one does so of no other."""
+    # Of two relays of an outbox only one shows its state.
+    now = before = shown("two relays", dict.fromkeys(STATE), "second")
+    for outbox, (instead, instead_before, _) in OUTBOXES.items():
+        now, before = now | shown(outbox, instead), before | shown(outbox, instead_before)
+    found: dict[str | None, set[str]] = defaultdict(set)
+    for alert, outbox in firing_by_outbox(now, before):
+        found[outbox].add(alert)
+    expected = {outbox: alerts for outbox, (_, _, alerts) in OUTBOXES.items() if alerts is not None}
+    assert found.keys() <= OUTBOXES.keys()
+    assert {outbox: found[outbox] for outbox in expected} == expected
 
 
 def test_an_outbox_that_nothing_shows_is_missed():

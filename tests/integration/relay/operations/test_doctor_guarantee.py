@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psycopg
 import pytest
-from doctor_support import found, groups, settings
+from doctor_support import found, groups, in_postgres, settings
 from one_lane import OneLane
 from psycopg import sql
 from rows_and_roles import put
@@ -16,7 +16,7 @@ from relay.config import Delivery, SourceKind
 from relay.core.lease import Lease
 from relay.core.ports import Receipt, UnsettledBatch
 from relay.database import Connector
-from relay.operations.doctor import examine
+from relay.operations.doctor import examine, postgres
 from relay.operations.guarantee import Strategy, guarantee
 from relay.operations.wal_setup import Cdc
 from relay.polling.source import PollingSource
@@ -49,67 +49,55 @@ def test_a_publication_that_keeps_every_event_in_the_table(outbox_postgres, outb
         assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
 
 
-def test_the_source_and_its_slot(outbox_postgres, outbox_kafka):
+def test_the_source_and_its_slot(outbox_postgres, outbox_kafka, monkeypatch):
+    monkeypatch.setattr(postgres, "_RATE_SECONDS", 0.01)
     slot = outbox_kafka.name("slot").lower().replace("-", "_")
     polling = settings(outbox_postgres, outbox_kafka, wal={"slot": slot})
     wal = settings(outbox_postgres, outbox_kafka, source="wal", wal={"slot": slot})
     about = f"slot {slot}"
-    assert about not in found(polling)
-    assert found(wal)["source"][0] is Level.WARNING
-    assert found(wal)[about][0] is Level.FAILURE
+    assert about not in in_postgres(polling)
+    findings = in_postgres(wal)
+    assert (findings["source"].level, findings[about].level) == (Level.WARNING, Level.FAILURE)
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         cdc = Cdc(connection, SlotNames("outbox", slot, "outbox_relay"))
         cdc.setup()
         # Whatever else goes on on this server is in the same WAL.
-        level, text = found(polling)[about]
-        assert (level, text.startswith("is not read; ")) == (Level.WARNING, True)
+        one = in_postgres(polling)[about]
+        assert (one.level, one.found.startswith("is not read; ")) == (Level.WARNING, True)
         cdc.switch(SourceKind.WAL)
-        level, text = found(wal)[about]
-        assert (level, text.startswith("has no gap; ")) == (Level.OK, True)
-        assert found(polling)["source"][0] is Level.WARNING
-        assert found(wal)[f"{about}, lanes"][0] is Level.WARNING
+        findings = in_postgres(wal)
+        assert (findings[about].level, findings[about].found.startswith("has no gap; ")) == (Level.OK, True)
+        assert findings[f"{about}, lanes"].level is Level.WARNING
+        assert in_postgres(polling)["source"].level is Level.WARNING
         connection.execute("UPDATE outbox.lanes SET streaming = lane <> 2")
-        assert found(wal)[f"{about}, lanes"][1].startswith("lane 2: read from the table")
+        assert in_postgres(wal)[f"{about}, lanes"].found.startswith("lane 2: read from the table")
         connection.execute("UPDATE outbox.lanes SET streaming = true")
-        assert f"{about}, lanes" not in found(wal)
+        assert f"{about}, lanes" not in in_postgres(wal)
         connection.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", (slot,))
-        level, text = found(wal)[about]
-        assert level is Level.FAILURE
-        assert "it was advanced" in text
+        one = in_postgres(wal)[about]
+        assert (one.level, "it was advanced" in one.found) == (Level.FAILURE, True)
 
 
-@pytest.mark.parametrize("delivery", [Delivery.AT_LEAST_ONCE, Delivery.EXACTLY_ONCE])
-def test_the_guarantee_of_the_lanes_and_of_each_group(outbox_postgres, outbox_kafka, delivery):
-    groups(outbox_postgres, sums="Dedup", log="OffsetsOnly", old=None)
-    given = settings(outbox_postgres, outbox_kafka, delivery=delivery, name=outbox_kafka.name("outbox"))
-    promised = {one.about: one for one in examine(given) if one.about.startswith("guarantee")}
-    assert set(promised) == {"guarantee on Kafka", *(f"guarantee of group {group}" for group in ("sums", "log", "old"))}
-    lanes = promised["guarantee on Kafka"]
-    assert lanes.found.startswith(guarantee(delivery, SourceKind.POLLING).found)
-    for group, strategy in (("sums", Strategy.DEDUP), ("log", Strategy.OFFSETS_ONLY)):
-        expected = guarantee(delivery, SourceKind.POLLING, strategy)
-        one = promised[f"guarantee of group {group}"]
-        assert (one.found, one.do) == (f"strategy {strategy}, {expected.found}", expected.do)
-    repeats = delivery is Delivery.AT_LEAST_ONCE
-    assert promised["guarantee of group sums"].level is Level.OK
-    assert promised["guarantee of group log"].level is (Level.WARNING if repeats else Level.OK)
-    assert promised["guarantee of group old"].found.startswith("not known")
-
-
-def test_a_group_that_reads_what_others_write_is_promised_nothing_of_the_relay(outbox_postgres, outbox_kafka):
-    groups(outbox_postgres, sums="Dedup", foreign="Fingerprint")
+def test_the_guarantee_of_the_lanes_and_of_each_group(outbox_postgres, outbox_kafka):
+    groups(outbox_postgres, sums="Dedup", log="OffsetsOnly", old=None, foreign="Fingerprint")
     with psycopg.connect(outbox_postgres.url) as connection:
         for group, topic in (("sums", "order-events"), ("sums", "other"), ("foreign", "others")):
             connection.execute("INSERT INTO consumer.offsets VALUES (%s, %s, 0, 'id', 0, 1)", (group, topic))
-    findings = found(settings(outbox_postgres, outbox_kafka))
-    assert "exactly-once" in findings["guarantee of group sums"][1]
-    assert findings["guarantee of group foreign"] == (
-        Level.OK,
-        "reads others, which no relay with these settings writes",
-    )
-
-
-def test_lanes_of_both_sources_have_a_line_each(outbox_postgres, outbox_kafka):
+    for delivery in (Delivery.AT_LEAST_ONCE, Delivery.EXACTLY_ONCE):
+        given = settings(outbox_postgres, outbox_kafka, delivery=delivery, name=outbox_kafka.name("outbox"))
+        promised = {one.about.removeprefix("guarantee "): one for one in examine(given)}
+        assert promised["on Kafka"].found.startswith(guarantee(delivery, SourceKind.POLLING).found)
+        for group, strategy in (("sums", Strategy.DEDUP), ("log", Strategy.OFFSETS_ONLY)):
+            expected = guarantee(delivery, SourceKind.POLLING, strategy)
+            one = promised[f"of group {group}"]
+            assert (one.found, one.do) == (f"strategy {strategy}, {expected.found}", expected.do)
+        repeats = delivery is Delivery.AT_LEAST_ONCE
+        assert promised["of group sums"].level is Level.OK
+        assert promised["of group log"].level is (Level.WARNING if repeats else Level.OK)
+        assert promised["of group old"].found.startswith("not known")
+        # What others write is promised nothing of this relay.
+        foreign = promised["of group foreign"]
+        assert (foreign.level, foreign.found) == (Level.OK, "reads others, which no relay with these settings writes")
     with psycopg.connect(outbox_postgres.url) as connection:
         connection.execute("UPDATE outbox.lanes SET source = 'wal' WHERE lane = 2")
     findings = found(settings(outbox_postgres, outbox_kafka))
@@ -159,33 +147,35 @@ def test_the_sink_may_be_another_database(outbox_postgres, outbox_kafka):
             admin.execute(sql.SQL("DROP DATABASE {}").format(other))
 
 
-def test_what_a_slot_costs_and_whether_it_outlives_a_failover(outbox_postgres, outbox_kafka):
+def test_what_a_slot_costs_and_whether_it_outlives_a_failover(outbox_postgres, outbox_kafka, monkeypatch):
+    monkeypatch.setattr(postgres, "_RATE_SECONDS", 0.01)
     slot = outbox_kafka.name("slot").lower().replace("-", "_")
     wal = settings(outbox_postgres, outbox_kafka, source="wal", wal={"slot": slot})
     cost, failover = f"slot {slot}, cost", f"slot {slot}, failover"
-    assert {cost, failover}.isdisjoint(found(wal))
+    assert {cost, failover}.isdisjoint(in_postgres(wal))
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         Cdc(connection, SlotNames("outbox", slot, "outbox_relay")).setup()
-        findings = found(wal)
-        assert findings[cost][0] is Level.OK
-        assert "of WAL are retained, of 1.0 GiB (wal.retained_limit_bytes)" in findings[cost][1]
+        findings = in_postgres(wal)
+        assert findings[cost].level is Level.OK
+        assert "of WAL are retained, of 1.0 GiB (wal.retained_limit_bytes)" in findings[cost].found
         # A relay that polls does not need the slot, which costs as much.
-        polling = found(settings(outbox_postgres, outbox_kafka, wal={"slot": slot}))
+        polling = in_postgres(settings(outbox_postgres, outbox_kafka, wal={"slot": slot}))
         assert (cost in polling, failover in polling) == (True, False)
         if connection.info.server_version < 170000:
             assert failover not in findings
             return
-        assert findings[failover][0] is Level.OK
+        assert findings[failover].level is Level.OK
         standby = f"{slot}_standby"
         connection.execute("SELECT pg_create_physical_replication_slot(%s)", (standby,))
         try:
-            level, text = found(wal)[failover]
+            whole = found(wal)
+            level, text = whole[failover]
             assert (level, "the standby can lack what is published" in text) == (Level.WARNING, True)
-            assert f"; weakened by {failover} (synchronized_standby_slots)" in found(wal)["guarantee on Kafka"][1]
+            assert f"; weakened by {failover} (synchronized_standby_slots)" in whole["guarantee on Kafka"][1]
         finally:
             connection.execute("SELECT pg_drop_replication_slot(%s)", (standby,))
         connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))
         connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (slot,))
-        level, text = found(wal)[failover]
-        assert (level, "created without failover" in text) == (Level.WARNING, True)
+        one = in_postgres(wal)[failover]
+        assert (one.level, "created without failover" in one.found) == (Level.WARNING, True)
         connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import psycopg
@@ -24,7 +25,7 @@ from confluent_kafka.admin import (
 )
 from doctor_support import found, groups, settings
 from psycopg.conninfo import conninfo_to_dict
-from rows_and_roles import NOW, login_role, put
+from rows_and_roles import NOW, execute, login_role, put
 from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -61,24 +62,25 @@ def guarded_kafka():
         yield cluster
 
 
-def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
-    admin = AdminClient({"bootstrap.servers": guarded_kafka.bootstrap_servers})
-    topics = ["good", "guarded", "copies", "outbox.relay.state", "secret"]
-    for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in topics]).values():
+def create(kafka: KafkaCluster, allowed: Mapping[str, Sequence[AclOperation]]) -> None:
+    """Create topics, and allow this alone on those that name something."""
+    admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
+    for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in allowed]).values():
         future.result()
-    # What is allowed to somebody is allowed to nobody else, and nothing beside it.
+    everyone = ResourcePatternType.LITERAL, "User:*", "*"
     rules = [
-        AclBinding(
-            ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, "User:*", "*", operation, AclPermissionType.ALLOW
-        )
-        for topic in topics[1:]
-        for operation in (
-            AclOperation.DESCRIBE,
-            AclOperation.WRITE if topic == "secret" else AclOperation.DESCRIBE_CONFIGS,
-        )
+        AclBinding(ResourceType.TOPIC, topic, *everyone, operation, AclPermissionType.ALLOW)
+        for topic, operations in allowed.items()
+        for operation in operations
     ]
     for future in admin.create_acls(rules).values():
         future.result()
+
+
+def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
+    describe, configs, write = AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS, AclOperation.WRITE
+    topics = dict.fromkeys(["good", "guarded", "copies", "outbox.relay.state"], (describe, configs))
+    create(guarded_kafka, topics | {"good": (), "secret": (describe, write)})
     given = settings(
         outbox_postgres,
         guarded_kafka,
@@ -92,7 +94,7 @@ def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
     # The broker learns of its rules from the controller.
     wait_until(lambda: len(forbidden()) == 3, what="the rules to hold")
     for about, said in forbidden().items():
-        assert about.split()[1].rstrip(",") in topics[1:4]
+        assert about.split()[1].rstrip(",") in {"guarded", "copies", "outbox.relay.state"}
         assert said == (Level.FAILURE, "these credentials may not write to it, only DESCRIBE, DESCRIBE_CONFIGS")
     # What a relay needs on a topic of events, and all that is looked at after it.
     findings = found(given)
@@ -102,23 +104,11 @@ def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
 
 def test_what_is_found_is_kept_where_another_topic_may_not_be_read(outbox_postgres, guarded_kafka):
     servers, event_id = guarded_kafka.bootstrap_servers, str(uuid7())
-    admin, topics = AdminClient({"bootstrap.servers": servers}), ["foreign", "own"]
-    for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in topics]).values():
-        future.result()
+    create(guarded_kafka, {"foreign": (AclOperation.DESCRIBE, AclOperation.WRITE), "own": ()})
     producer = Producer({"bootstrap.servers": servers})
-    for topic in topics:
+    for topic in ("foreign", "own"):
         producer.produce(topic, b"{}", b"k", headers={"ce_id": event_id})
     assert producer.flush(30) == 0
-    rule = AclBinding(
-        ResourceType.TOPIC,
-        "foreign",
-        ResourcePatternType.LITERAL,
-        "User:*",
-        "*",
-        AclOperation.DESCRIBE,
-        AclPermissionType.ALLOW,
-    )
-    admin.create_acls([rule])[rule].result()
     environment = {"OUTBOX_DATABASE_URL": outbox_postgres.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": servers}
     words = ["trace", event_id, "--seconds", "60", "--json", "--topic", "own", "--topic", "foreign"]
 
@@ -148,12 +138,7 @@ def roles(outbox_postgres):
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        (RoleKind.RELAY, "polling, exactly-once"),
-        (RoleKind.OPERATOR, "polling"),
-        (RoleKind.PAGE, "wal"),
-    ],
+    ("kind", "how"), [(RoleKind.RELAY, "polling, exactly-once"), (RoleKind.OPERATOR, "polling"), (RoleKind.PAGE, "wal")]
 )
 def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgres, outbox_kafka, roles, kind, how):
     source, _, delivery = how.partition(", ")
@@ -199,15 +184,15 @@ def test_a_consumers_role_sees_the_groups(outbox_postgres, outbox_kafka, roles):
     assert not [one for one in findings.values() if "this role lacks a right" in one.found]
 
 
-@pytest.mark.parametrize(("table", "about"), [("failures", "failures without an event"), ("streams", "source")])
-def test_one_missing_right_leaves_out_one_check(outbox_postgres, outbox_kafka, roles, table, about):
-    url = roles(RoleKind.OPERATOR)
+def test_one_missing_right_leaves_out_one_check(outbox_postgres, outbox_kafka, roles):
     given = settings(outbox_postgres, outbox_kafka, relay={"sink_url": outbox_postgres.url})
     groups(outbox_postgres, sums="Dedup")
-    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
-        admin.execute(f"REVOKE SELECT ON outbox.{table} FROM {conninfo_to_dict(url)['user']}")
+    for table, about in (("failures", "failures without an event"), ("streams", "source")):
+        url = roles(RoleKind.OPERATOR)
+        execute(outbox_postgres.url, f"REVOKE SELECT ON outbox.{table} FROM {conninfo_to_dict(url)['user']}")
         findings = {one.about: one for one in examine(given.model_copy(update={"database_url": url}))}
-    assert f"permission denied for table {table}" in findings[about].found
-    assert findings[about].level is Level.WARNING
-    assert re.search(rf"SELECT on outbox\..*\b{table}\b", findings[about].do)
-    assert {"Postgres", "guarantee on Kafka", "guarantee of group sums", "Kafka", "remembered ids"} <= findings.keys()
+        assert f"permission denied for table {table}" in findings[about].found
+        assert findings[about].level is Level.WARNING
+        assert re.search(rf"SELECT on outbox\..*\b{table}\b", findings[about].do)
+        others = {"Postgres", "guarantee on Kafka", "guarantee of group sums", "Kafka", "remembered ids"}
+        assert others <= findings.keys(), table

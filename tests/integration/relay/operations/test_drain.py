@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import psycopg
-from pause_rig import LANE, ORDERS, Rig, audit, outbox, url, without_the_rules_of_loop_fakes
+from pause_rig import LANE, ORDERS, Rig, audit, outbox, url
 from pause_support import Draining, read
 from polling_support import add
 from rows_and_roles import put
@@ -16,7 +16,7 @@ from relay.kafka.routing import Route, Router
 from relay.operations.drain import DrainProgress
 from relay.wal.lane_hash import lane_of
 
-__all__ = ["url", "without_the_rules_of_loop_fakes"]
+__all__ = ["url"]
 
 
 # Drains

@@ -1,4 +1,7 @@
-"""`outbox db roles --aggregate-type`: a service writes events of its own aggregates, and every other role sees all."""
+"""`outbox db roles --aggregate-type`: a service writes events of its own aggregates, and every other role sees all.
+
+A relay and an operator at work beside it: test_roles_in_use.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ import pytest
 from plans import PLANS, by_index_only, explain
 from psycopg import sql
 from rows_and_roles import login_role
-from support import order, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
@@ -21,8 +23,6 @@ from outbox._app import migrate as db
 from outbox._app import schema_drift
 from relay.cli.app import app
 from relay.polling.queries import Queries
-
-__all__ = ["order"]
 
 NOW = dt.datetime.now(dt.UTC)
 
@@ -132,31 +132,7 @@ def test_two_limited_writers_and_a_member_of_both(roles):
     assert allowed("member") == ["Order"]
 
 
-def test_a_relay_and_an_operator_see_and_settle_every_row(roles, outbox_kafka, outbox_relay, order):
-    kind, topic = order
-    roles.limit(kind)
-    with roles.connect("limited") as connection:
-        Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(20)])
-    with roles.connect("other") as connection:
-        Outbox().add_many(connection, [Event(kind, f"o{number}", "T") for number in range(20)])
-        Outbox().add(connection, Event(kind, "later", "T"), not_before=NOW)
-    url = roles.url.replace("postgres@", f"{roles.names['relay']}@")
-    relay = outbox_relay(database_url=url, relay__archive_days=1)
-    assert len(outbox_kafka.consume(topic, 41)) == 41
-    settled = "SELECT (SELECT count(*) FROM outbox.published), (SELECT count(*) FROM outbox.events)"
-    wait_until(lambda: roles.admin.execute(settled).fetchone() == (41, 0), what="the events to be archived")
-    relay.terminate()
-    assert relay.wait() == 0
-    with roles.connect("operator") as connection:
-        connection.execute(
-            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, from_relay) "
-            "VALUES ('A', '1', 'T', true)"
-        )
-        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (1,)
-
-
-@pytest.mark.parametrize(("name", "plans"), list(zip(["read", "read_some"], PLANS, strict=True)))
-def test_the_relay_still_reads_by_the_index(roles, name, plans):
+def test_the_relay_still_reads_by_the_index(roles):
     roles.limit("Order")
     roles.admin.execute(
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) "
@@ -172,28 +148,26 @@ def test_the_relay_still_reads_by_the_index(roles, name, plans):
         "copy": "c",
     }
     roles.admin.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(roles.names["relay"])))
-    plan = explain(roles.admin, getattr(Queries("outbox"), name), values, plans=plans, to_the_index=True)
+    for name, plans in zip(("read", "read_some"), PLANS, strict=True):
+        plan = explain(roles.admin, getattr(Queries("outbox"), name), values, plans=plans, to_the_index=True)
+        assert plan["Actual Rows"] == 2000, name
+        by_index_only(plan)
     roles.admin.execute("RESET ROLE")
-    assert plan["Actual Rows"] == 2000
-    by_index_only(plan)
 
 
-def test_the_check_knows_what_hides_no_row(roles):
+def test_the_check_names_a_policy_that_hides_rows_or_hits_a_relay_and_no_other(roles):
     roles.limit("Order")
     assert schema_drift.check(roles.url) == []
-    roles.admin.execute("CREATE POLICY hides ON outbox.events AS RESTRICTIVE FOR SELECT USING (false)")
-    assert schema_drift.check(roles.url) == ["outbox.events: policy hides is not expected: may hide rows"]
-    roles.admin.execute('DROP POLICY hides ON outbox.events; DROP POLICY "rights decide" ON outbox.events')
-    assert schema_drift.check(roles.url) == ["outbox.events: row security is not expected: enabled"]
-
-
-def test_the_check_names_a_relay_that_is_hit(roles):
-    roles.limit("Order")
     limited, relay = (sql.Identifier(roles.names[name]) for name in ("limited", "relay"))
     roles.admin.execute(sql.SQL("GRANT {} TO {}").format(limited, relay))
     [difference] = schema_drift.check(roles.url)
     assert difference.startswith(f"outbox.events: policy {roles.names['limited']} is not expected")
     assert difference.endswith(f"keeps {roles.names['relay']} from inserting, which may delete")
+    roles.admin.execute(sql.SQL("REVOKE {} FROM {}").format(limited, relay))
+    roles.admin.execute("CREATE POLICY hides ON outbox.events AS RESTRICTIVE FOR SELECT USING (false)")
+    assert schema_drift.check(roles.url) == ["outbox.events: policy hides is not expected: may hide rows"]
+    roles.admin.execute('DROP POLICY hides ON outbox.events; DROP POLICY "rights decide" ON outbox.events')
+    assert schema_drift.check(roles.url) == ["outbox.events: row security is not expected: enabled"]
 
 
 def test_given_again_it_waits_for_no_lock_unless_the_types_differ(roles, monkeypatch):
@@ -227,18 +201,3 @@ def test_a_role_that_row_security_does_not_bind_is_refused(roles):
         roles.run("db", "roles", f"writer={name}", "--aggregate-type", f"{name}=Order", "--apply")
     roles.admin.execute(sql.SQL("ALTER ROLE {} RENAME TO {}").format(limited, other))
     roles.admin.execute(sql.SQL("ALTER ROLE {} RENAME TO {}").format(sql.Identifier(name + "x"), limited))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (["writer=a", "--aggregate-type", "a"], "must be ROLE=TYPE"),
-        (["writer=a", "--aggregate-type", "a="], "must be ROLE=TYPE"),
-        (["writer=a", "--aggregate-type", "b=Order"], "name writer=b as well"),
-        (["writer=a", "relay=a", "--aggregate-type", "a=Order"], "no other kind of the outbox's schema but canceller"),
-        (["writer=public", "--aggregate-type", "public=Order"], "public means every role"),
-        (["writer=rights decide", "--aggregate-type", "rights decide=Order"], "can't be limited"),
-    ],
-)
-def test_what_can_not_be_limited_is_one_line(roles, arguments, shown):
-    assert shown in " ".join(roles.run("db", "roles", *arguments, status=2).split())

@@ -9,25 +9,22 @@ from contextlib import closing
 
 import psycopg
 import pytest
-from pause_rig import LANE, ORDERS, OTHER_LANE, audit, outbox, url, without_the_rules_of_loop_fakes
+from pause_rig import LANE, ORDERS, OTHER_LANE, audit, outbox, url
 from pause_support import pause, read, resume
 from polling_support import add, table
 from rows_and_roles import login_role
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
-from outbox._clients.checks import Level
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
-from relay.config import load
 from relay.core.pauses import ALL, Scope, ScopeKind
 from relay.insights import look_at_tables
 from relay.kafka.routing import Router
 from relay.operations import pauses
-from relay.operations.doctor import examine
 from relay.operations.drain import Drain
 
-__all__ = ["url", "without_the_rules_of_loop_fakes"]
+__all__ = ["url"]
 
 
 # What operators do
@@ -179,11 +176,3 @@ def test_lanes_do_not_change_while_one_is_paused(url):
         db.change_lanes(url, 8)
     resume(url, LANE)
     db.change_lanes(url, 8)
-
-
-def test_the_doctor_mentions_them(url, outbox_kafka):
-    pause(url, LANE, reason="ledger")
-    settings = load(database_url=url, kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers})
-    found = next(finding for finding in examine(settings) if finding.about == "status")
-    assert found.level is Level.WARNING
-    assert found.found.startswith("lane 1 is paused, by postgres since ")

@@ -140,24 +140,22 @@ def resent(restored: Restored) -> list[tuple]:
     return restored.run("SELECT event_id::text, headers FROM outbox.events ORDER BY id")
 
 
-@pytest.mark.parametrize("copy_lost", [False, True])
-def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored, copy_lost):
+def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored):
     """The one is lost, the other on Kafka or waiting; or both are lost, and an event whose replay is there is not."""
-    lost, waits, replayed = new_id(), new_id(), new_id()
+    replayed, lost, waits, both = (new_id() for _ in range(4))
     copy = {"outbox-dead-letter": "large"}
     columns, values = ", lane, id, created_at, headers", ", 1, {}, now(), '{}'"
-    for number, event_id in enumerate((replayed, lost, waits)):
+    for number, event_id in enumerate((replayed, lost, waits, both)):
         restored.put("published", event_id, columns, values.format(-10 + number, "{}"))
-    restored.put("published", lost, columns, values.format(-5, json.dumps(copy)))
+    for number, event_id in enumerate((lost, both)):
+        restored.put("published", event_id, columns, values.format(-5 + number, json.dumps(copy)))
     restored.put("events", waits, ", headers, from_relay", f", '{json.dumps(copy)}', true")
     restored.send(replayed, headers=[("outbox-replay", "2026-01-01T00:00:00Z")])
-    if not copy_lost:
-        restored.send(lost, headers=list(copy.items()))
-    assert resent(restored) == [(lost, {}), (waits, {}), *[(lost, copy)] * copy_lost, (waits, copy)]
+    restored.send(lost, headers=list(copy.items()))
+    assert resent(restored) == [(lost, {}), (waits, {}), (both, {}), (both, copy), (waits, copy)]
 
 
-@pytest.mark.parametrize("when", ["holds", "starts", "was there"])
-def test_nothing_is_put_back_beside_a_relay(restored, when):
+def test_nothing_is_put_back_beside_a_relay(restored):
     """One that holds a lane still, that starts after the comparison, or that came and went meanwhile."""
     restored.put("published", new_id(), ", lane, id, created_at", ", 1, -1, now()")
     relay: dict[str, Any] = {"archive_days": 7}
@@ -165,52 +163,64 @@ def test_nothing_is_put_back_beside_a_relay(restored, when):
     settings = Settings(
         database_url=restored.url, name=restored.name, delivery=Delivery.EXACTLY_ONCE, relay=relay, kafka=kafka
     )
+    since = dt.datetime.fromisoformat(restored.since + "+00:00")
+    refused = {
+        "UPDATE outbox.lanes SET owner = 'r', lease_until = 'infinity' WHERE lane = 2": (
+            "r holds lane 2 until .*`outbox relay release 2`",
+            "UPDATE outbox.lanes SET owner = NULL, lease_until = '-infinity' WHERE lane = 2",
+        ),
+        "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')": (
+            "1 relays run",
+            "DELETE FROM outbox.relays",
+        ),
+        "UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 2": ("relays have changed the lanes since", "SELECT 1"),
+    }
     with closing(Recovery(settings)) as recovery:
-        since = dt.datetime.fromisoformat(restored.since + "+00:00")
-        found = recovery.compare(since, since + dt.timedelta(days=1))
-        refused = {
-            "holds": "r holds lane 2 until .*`outbox relay release 2`",
-            "starts": "1 relays run",
-            "was there": "relays have changed the lanes since",
-        }
-        if when == "holds":
-            restored.run("UPDATE outbox.lanes SET owner = 'r', lease_until = 'infinity' WHERE lane = 2")
-        elif when == "starts":
-            restored.run("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')")
-        else:
-            restored.run("UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 2")
-        with pytest.raises(OperationRefused, match=refused[when]):
-            recovery.recover(found, "Kafka was lost", resend=True)
+        for change, (said, undone) in refused.items():
+            found = recovery.compare(since, since + dt.timedelta(days=1))
+            restored.run(change)
+            with pytest.raises(OperationRefused, match=said):
+                recovery.recover(found, "Kafka was lost", resend=True)
+            restored.run(undone)
     assert restored.left() == 0
     assert restored.run("SELECT count(*) FROM outbox.published") == [(1,)]
     assert restored.run("SELECT FROM outbox.audit") == []
 
 
-@pytest.mark.parametrize("later", ["archived", "waits", "lost"])
-def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restored, later):
+def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restored):
     """The later event is in the archive, not settled yet, or lost by Postgres. Others of the key are put back."""
-    overtaken, between, on_kafka, last, other = (new_id() for _ in range(5))
+    names: dict[str, str] = {}
     columns, values = ", lane, id, created_at, topic", ", 1, {}, now(), '" + restored.topics[0] + "'"
-    for number, event_id in enumerate((overtaken, between)):
-        restored.put("published", event_id, columns, values.format(-10 + number))
-    if later == "archived":
-        restored.put("published", on_kafka, columns, values.format(-8))
-        restored.put("published", last, columns, values.format(-7))
-        # Replays count as their events.
-        restored.put("published", overtaken, columns, values.format(-6))
-    elif later == "waits":
-        restored.put("events", on_kafka)
-    restored.send(on_kafka)
-    key, restored.key = restored.key, f"{restored.key}-other"
-    restored.put("published", other, columns, values.format(-9))
-    restored.key = key
+
+    def archived(name: str, number: int) -> str:
+        names[event_id := new_id()] = f"{later}: {name}"
+        restored.put("published", event_id, columns, values.format(number))
+        return event_id
+
+    for start, later in ((-30, "archived"), (-20, "waits"), (-10, "lost")):
+        restored.key = f"k-{later}"
+        overtaken = archived("overtaken", start)
+        archived("between", start + 1)
+        on_kafka = archived("on Kafka", start + 2) if later == "archived" else new_id()
+        if later == "archived":
+            archived("last", start + 3)
+            # Replays count as their events.
+            restored.put("published", overtaken, columns, values.format(start + 4))
+        elif later == "waits":
+            restored.put("events", on_kafka)
+        restored.send(on_kafka)
+        restored.key = f"k-{later}-other"
+        archived("other", start + 5)
     found = restored.recover("--dry-run", status=1)
-    assert ids(found["overtaken"]) == {overtaken, between}
-    put_back = {other, *([last] if later == "archived" else [])}
-    assert ids(found["missing"]) == {overtaken, between, *put_back}
+    of_each = ("archived", "waits", "lost")
+    assert {names[one] for one in ids(found["overtaken"])} == {
+        f"{later}: {name}" for later in of_each for name in ("overtaken", "between")
+    }
+    put_back = {"archived: last", *(f"{later}: other" for later in of_each)}
+    assert {names[one] for one in ids(found["missing"]) - ids(found["overtaken"])} == put_back
     shown = restored.command("recover", "--since", restored.since, "--dry-run", settings=ARCHIVE).stdout
-    assert "later events of their keys are on Kafka; see `outbox replay`: 2 events" in shown
-    assert {event_id for event_id, _ in resent(restored)} == put_back
+    assert "later events of their keys are on Kafka; see `outbox replay`: 6 events" in shown
+    assert {names[event_id] for event_id, _ in resent(restored)} == put_back
 
 
 def test_what_was_published_before_the_archive_began_overtakes_nothing(restored):
@@ -225,20 +235,18 @@ def test_what_was_published_before_the_archive_began_overtakes_nothing(restored)
     assert (len(found["lost"]) + len(found["unsure"]), ids(found["missing"]), found["overtaken"]) == (1, {missing}, [])
 
 
-@pytest.mark.parametrize("moved", ["topic", "source", "clock"])
-def test_what_is_elsewhere_on_kafka_is_not_lost(restored, moved):
+def test_what_is_elsewhere_on_kafka_is_not_lost(restored):
     """In the topic of a former route, under a former ce_source, or with the time of a relay whose clock was behind."""
-    event_id = new_id()
-    topic = restored.topics[0]
-    headers = [("ce_id", event_id)]
-    if moved == "topic":
-        topic = restored.kafka.create_topic(restored.kafka.name("former"))
-    if moved == "source":
-        headers.append(("ce_source", "/former"))
-    restored.put("published", event_id, ", lane, id, created_at, topic", f", 1, -1, now(), '{topic}'")
+    moved, foreign, late = (new_id() for _ in range(3))
+    topic, former = restored.topics[0], restored.kafka.create_topic(restored.kafka.name("former"))
     producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
-    behind = 3 * 60 if moved == "clock" else 0
-    producer.produce(topic, b"{}", restored.key, headers=headers, timestamp=int((time.time() - behind) * 1000))
+    for number, (event_id, place, headers, behind) in enumerate(
+        ((moved, former, [], 0), (foreign, topic, [("ce_source", "/former")], 0), (late, topic, [], 3 * 60))
+    ):
+        archived = f", 1, {-9 + number}, now(), '{place}'"
+        restored.put("published", event_id, ", lane, id, created_at, topic", archived)
+        at = int((time.time() - behind) * 1000)
+        producer.produce(place, b"{}", restored.key, headers=[("ce_id", event_id), *headers], timestamp=at)
     assert producer.flush(60) == 0
     assert resent(restored) == []
 
@@ -293,44 +301,43 @@ def test_without_an_archive_what_was_published_about_the_point_is_unsure(restore
     assert restored.recover("--dry-run", archive=False)["lost"] == []
 
 
-@pytest.mark.parametrize("header", ["outbox-replay", "outbox-dead-letter"])
-def test_a_dead_letter_that_is_a_copy_is_not_its_original(restored, header):
-    """Both have the id and the payload of an event that is on Kafka. One copy is there too, by its own header."""
-    original, published = new_id(), new_id()
+def test_a_dead_letter_that_is_a_copy_is_not_its_original(restored):
+    """All have the id and the payload of an event that is on Kafka. Some copies are there too, by their own header."""
     columns = ", lane, id, created_at, attempts, last_error, first_failed_at, headers"
-    for number, event_id in enumerate((original, published)):
-        values = f", 1, {4711 + number}, now(), 3, 'large', now(), '{{\"{header}\": \"2026-01-01T00:00:00Z\"}}'"
-        restored.put("dead_letters", event_id, columns, values)
-    restored.send(original, published)
-    restored.send(published, headers=[(header, "2026-01-01T00:00:00Z")])
+    originals = []
+    for number, header in enumerate(("outbox-replay", "outbox-dead-letter")):
+        original, published = new_id(), new_id()
+        for row, event_id in enumerate((original, published)):
+            id_ = 4711 + 2 * number + row
+            values = f", 1, {id_}, now(), 3, 'large', now(), '{{\"{header}\": \"2026-01-01T00:00:00Z\"}}'"
+            restored.put("dead_letters", event_id, columns, values)
+        restored.send(original, published)
+        restored.send(published, headers=[(header, "2026-01-01T00:00:00Z")])
+        originals.append((original,))
     restored.recover("--reason", "restored")
-    assert restored.run("SELECT event_id::text FROM outbox.dead_letters") == [(original,)]
+    assert restored.run("SELECT event_id::text FROM outbox.dead_letters ORDER BY id") == originals
 
 
-@pytest.mark.parametrize("table", ["dead_letters", "scheduled"])
-def test_of_rows_with_one_event_id_only_those_on_kafka_go(restored, table):
+def test_of_rows_with_one_event_id_only_those_on_kafka_go(restored):
     """An event was published, and a replay of it is a dead letter; two events have an id that their writer made."""
-    event_id = new_id()
-    kept: Any = "2026-01-01T00:00:00Z"
-    if table == "scheduled":
-        restored.put(table, event_id, ", not_before", ", now() + interval '1 hour'")
-        restored.run(
-            "INSERT INTO outbox.scheduled (event_id, aggregate_type, aggregate_id, event_type, payload, not_before) "
-            "VALUES (%s, %s, 'k', 'T', '{\"n\": 2}', now() + interval '1 hour')",
-            event_id,
-            restored.kinds[0],
-        )
-        kept, column = 2, "(payload ->> 'n')::integer"
-    else:
-        columns = ", lane, id, created_at, attempts, last_error, first_failed_at, headers"
-        for number, headers in enumerate(("{}", f'{{"outbox-replay": "{kept}"}}')):
-            restored.put(table, event_id, columns, f", 1, {4711 + number}, now(), 3, 'large', now(), '{headers}'")
-        column = "headers ->> 'outbox-replay'"
-    restored.send(event_id)
+    replayed, twice, mark = new_id(), new_id(), "2026-01-01T00:00:00Z"
+    columns = ", lane, id, created_at, attempts, last_error, first_failed_at, headers"
+    for number, headers in enumerate(("{}", f'{{"outbox-replay": "{mark}"}}')):
+        restored.put("dead_letters", replayed, columns, f", 1, {4711 + number}, now(), 3, 'large', now(), '{headers}'")
+    restored.put("scheduled", twice, ", not_before", ", now() + interval '1 hour'")
+    restored.run(
+        "INSERT INTO outbox.scheduled (event_id, aggregate_type, aggregate_id, event_type, payload, not_before) "
+        "VALUES (%s, %s, 'k', 'T', '{\"n\": 2}', now() + interval '1 hour')",
+        twice,
+        restored.kinds[0],
+    )
+    restored.send(replayed, twice)
     found = restored.recover("--reason", "restored")
-    assert found[table] == [event_id]
-    assert restored.run(f"SELECT {column} FROM outbox.{table}") == [(kept,)]
-    assert restored.recover("--dry-run")[table] == []
+    assert (found["dead_letters"], found["scheduled"]) == ([replayed], [twice])
+    assert restored.run("SELECT headers ->> 'outbox-replay' FROM outbox.dead_letters") == [(mark,)]
+    assert restored.run("SELECT (payload ->> 'n')::integer FROM outbox.scheduled") == [(2,)]
+    found = restored.recover("--dry-run")
+    assert (found["dead_letters"], found["scheduled"]) == ([], [])
 
 
 def test_an_open_transaction_is_named_with_the_way_out(restored):

@@ -60,26 +60,20 @@ def test_a_replay_sends_the_same_event_ids_in_their_old_order_and_marks_them(lan
     assert turn(source) == ["a1", "b1", "a2", "c1"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
+def test_a_replay_by_what_was_asked_for(lane, archive):
+    for arguments, names in (
         (("--aggregate", "Order/a"), ["a1", "a2"]),
         (("--since", "2001-01-01", "--until", "2002-01-01T00:00:00"), []),
         (("--since", "2001-01-01", "--aggregate", "Order/b"), ["b1"]),
         (("--since", "2001-01-01T00:00:00+02:00", "--topic", "orders"), ["a1", "b1", "a2"]),
-    ],
-)
-def test_a_replay_by_what_was_asked_for(lane, archive, arguments, names):
-    shown = json.loads(outbox(lane, "replay", *arguments, "--yes", "--json"))
-    assert (shown["events"], shown["sent"]) == (len(names), len(names))
-    assert [event_id for event_id, _ in replayed(lane)] == [archive[name] for name in names]
-
-
-def test_a_replay_by_event_id(lane, archive):
-    chosen = ("--event-id", archive["a2"], "--event-id", archive["a1"])
-    assert json.loads(outbox(lane, "replay", *chosen, "--yes", "--json"))["sent"] == 2
-    assert [event_id for event_id, _ in replayed(lane)] == [archive["a1"], archive["a2"]]
-    assert lane.rows("SELECT details->'ids' FROM outbox.audit") == [([archive["a2"], archive["a1"]],)]
+        (("--event-id", archive["a2"], "--event-id", archive["a1"]), ["a1", "a2"]),
+    ):
+        shown = json.loads(outbox(lane, "replay", *arguments, "--yes", "--json"))
+        assert (shown["events"], shown["sent"]) == (len(names), len(names)), arguments
+        assert [event_id for event_id, _ in replayed(lane)] == [archive[name] for name in names], arguments
+        lane.admin.execute("DELETE FROM outbox.events")
+    last = "SELECT details->'ids' FROM outbox.audit ORDER BY id DESC LIMIT 1"
+    assert lane.rows(last) == [([archive["a2"], archive["a1"]],)]
 
 
 def test_a_replay_wants_to_be_told_what_and_a_yes(lane, archive):

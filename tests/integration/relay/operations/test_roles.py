@@ -46,8 +46,7 @@ def test_the_command_prints_and_changes_nothing_unless_it_is_told_to(outbox_post
         Outbox().add(connection, Event("Order", "1", "T"))
 
 
-@pytest.mark.parametrize("header", [DEAD_LETTER, ATTEMPTS, REPLAY, "outbox-later"])
-def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, writer, header):
+def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, writer):
     with outbox_postgres.connect(autocommit=True) as admin:
         # On the whole table, as somebody may have granted it by hand.
         admin.execute(f"GRANT USAGE ON SCHEMA outbox TO {writer}; GRANT INSERT ON outbox.events TO {writer}")
@@ -55,12 +54,13 @@ def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, writer, header):
     insert = (
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers{}) VALUES ('A', '1', 'T', {}{})"
     )
-    headers = f"jsonb_build_object('tenant', 'acme', '{header}', 'x')"
     with psycopg.connect(outbox_postgres.url, user=writer, autocommit=True) as connection:
-        with pytest.raises(psycopg.errors.CheckViolation, match="events_relay_headers"):
-            connection.execute(insert.format("", headers, ""))
-        with pytest.raises(psycopg.errors.InsufficientPrivilege):
-            connection.execute(insert.format(", from_relay", headers, ", true"))
+        for header in (DEAD_LETTER, ATTEMPTS, REPLAY, "outbox-later"):
+            headers = f"jsonb_build_object('tenant', 'acme', '{header}', 'x')"
+            with pytest.raises(psycopg.errors.CheckViolation, match="events_relay_headers"):
+                connection.execute(insert.format("", headers, ""))
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(insert.format(", from_relay", headers, ", true"))
         connection.execute(insert.format("", """'{"tenant": "outbox-", "x-outbox-": "1"}'""", ""))
 
 
@@ -71,18 +71,6 @@ def test_names_that_want_care(outbox_postgres):
         assert found == (True,)
 
 
-@pytest.mark.parametrize(
-    ("argument", "shown", "status"),
-    [
-        ("writer", "'writer' must be KIND=ROLE, with a kind of writer, relay, operator, page, consumer", 2),
-        ("reader=x", "'reader=x' must be KIND=ROLE", 2),
-        ("writer=", "'' can't be the name of a role", 2),
-        (f"writer={'x' * 64}", "can't be the name of a role", 2),
-        ("writer=$outbox$", "can't be the name of a role", 2),
-        ("writer=nobody_at_all", 'role "nobody_at_all" does not exist; create the role first', 1),
-    ],
-)
-def test_what_can_not_be_granted_is_one_line(outbox_postgres, argument, shown, status):
-    line = run(outbox_postgres, argument, "--apply", status=status)
-    assert shown in line
-    assert re.fullmatch(r"outbox: [^\n]*\n", line)
+def test_a_role_that_is_not_there(outbox_postgres):
+    line = run(outbox_postgres, "writer=nobody_at_all", "--apply", status=1)
+    assert re.fullmatch(r'outbox: [^\n]*role "nobody_at_all" does not exist; create the role first[^\n]*\n', line)

@@ -138,27 +138,28 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
     )
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(RoleKind.WRITER, RoleKind.CANCELLER), (RoleKind.CANCELLER, RoleKind.WRITER)]
-)
-def test_a_role_of_two_kinds_may_do_what_both_may(roles, first, second):
-    role = roles.make("both")
-    for kind in (first, second):
-        outbox(roles.url, "db", "roles", f"{kind}={role}", "--apply")
-    url = roles.url.replace("postgres@", f"{role}@")
-    unique, keyed = Outbox(unique_keys=True), Event("Order", 1, "T", idempotency_key="k")
-    with psycopg.connect(url) as connection:
-        event_id = unique.add(connection, keyed, delay=dt.timedelta(days=1))
-        assert unique.add(connection, keyed) == event_id
-        assert unique.cancel(connection, event_id)
+def test_a_role_of_two_kinds_may_do_what_both_may(roles):
+    kinds = (RoleKind.WRITER, RoleKind.CANCELLER)
+    for order_of_grants in (kinds, kinds[::-1]):
+        role = roles.make("both")
+        for kind in order_of_grants:
+            outbox(roles.url, "db", "roles", f"{kind}={role}", "--apply")
+        unique, keyed = Outbox(unique_keys=True), Event("Order", 1, "T", idempotency_key=role)
+        with psycopg.connect(roles.url.replace("postgres@", f"{role}@")) as connection:
+            event_id = unique.add(connection, keyed, delay=dt.timedelta(days=1))
+            assert unique.add(connection, keyed) == event_id
+            assert unique.cancel(connection, event_id)
 
 
 def test_a_relay_publishes_and_does_not_see_the_audit(roles, outbox_kafka, outbox_relay, order):
+    """Beside a writer of one aggregate type only: row security hides no row from a relay, nor from an operator."""
     kind, topic = order
-    url = roles.of(RoleKind.RELAY)
-    with psycopg.connect(roles.url) as connection:
-        Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(49)])
-        Outbox().add(connection, Event(kind, "later", "T"), not_before=dt.datetime.now(dt.UTC))
+    url, writer = roles.of(RoleKind.RELAY), roles.make("writer")
+    outbox(roles.url, "db", "roles", f"writer={writer}", "--aggregate-type", f"{writer}={kind}", "--apply")
+    for number, address in enumerate((roles.url, roles.url.replace("postgres@", f"{writer}@"))):
+        with psycopg.connect(address) as connection:
+            Outbox().add_many(connection, [Event(kind, f"k{number} {n}", "T") for n in range(24)])
+            Outbox().add(connection, Event(kind, f"later {number}", "T"), not_before=dt.datetime.now(dt.UTC))
     relay = outbox_relay(database_url=url, relay__archive_days=1, relay__lease_seconds=2)
     assert len(outbox_kafka.consume(topic, 50)) == 50
     settled = "SELECT (SELECT count(*) FROM outbox.published), (SELECT count(*) FROM outbox.events)"
@@ -177,6 +178,12 @@ def test_a_relay_publishes_and_does_not_see_the_audit(roles, outbox_kafka, outbo
         "UPDATE outbox.streams SET flushed_lsn = 0",
         "CREATE TABLE outbox.mine ()",
     )
+    with psycopg.connect(roles.of(RoleKind.OPERATOR)) as connection:
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, from_relay) "
+            "VALUES ('A', '1', 'T', true)"
+        )
+        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (1,)
 
 
 def test_an_operator_retries_discards_and_leaves_the_audit_as_it_is(roles):
@@ -278,40 +285,41 @@ def test_a_caller_settles_reservations_and_can_not_change_what_is_called(roles, 
     )
 
 
-@pytest.mark.parametrize("kind", AUDITORS)
-def test_the_audit_names_the_session_that_acted_and_keeps_what_it_said(roles, kind):
+def test_the_audit_names_the_session_that_acted_and_keeps_what_it_said(roles):
     """Whatever was granted before, and whatever role the session has set: no line is in another's name."""
-    schema = "consumer" if kind.of_sink else "outbox"
-    url, member = roles.of(kind), roles.make("member")
-    role = psycopg.conninfo.conninfo_to_dict(url)["user"]
-    # As if it had been granted by hand.
-    everything = sql.SQL("GRANT ALL ON {} TO {}").format(sql.Identifier(schema, "audit"), sql.Identifier(str(role)))
-    roles.admin.execute(everything)
-    outbox(roles.url, "db", "roles", f"{kind}={role}", "--apply")
-    roles.admin.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(str(role)), sql.Identifier(member)))
-    insert = f"INSERT INTO {schema}.audit (what, why, details) VALUES ('w', NULL, '{{}}')"
-    refused(
-        url,
-        *(
-            f"INSERT INTO {schema}.audit (what, details, {column}) VALUES ('w', '{{}}', {value})"
-            for column, value in (("who", "'postgres'"), ("at", "now() - interval '1 day'"))
-        ),
-        f"INSERT INTO {schema}.audit (what, details, id) OVERRIDING SYSTEM VALUE VALUES ('w', '{{}}', 1)",
-        f"UPDATE {schema}.audit SET why = 'another'",
-        f"DELETE FROM {schema}.audit",
-        f"TRUNCATE {schema}.audit",
-        f"ALTER TABLE {schema}.audit ALTER who SET DEFAULT 'postgres'",
-        f"CREATE TRIGGER mine BEFORE INSERT ON {schema}.audit FOR EACH ROW EXECUTE FUNCTION tsvector_update_trigger()",
-    )
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(insert)
-    with psycopg.connect(roles.url.replace("postgres@", f"{member}@"), autocommit=True) as connection:
-        connection.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(str(role))))
-        connection.execute(insert)
-    assert roles.admin.execute(f"SELECT who FROM {schema}.audit WHERE what = 'w' ORDER BY id").fetchall() == [
-        (role,),
-        (member,),
-    ]
+    for kind in AUDITORS:
+        schema = "consumer" if kind.of_sink else "outbox"
+        url, member = roles.of(kind), roles.make("member")
+        role = str(psycopg.conninfo.conninfo_to_dict(url)["user"])
+        # As if it had been granted by hand.
+        everything = sql.SQL("GRANT ALL ON {} TO {}").format(sql.Identifier(schema, "audit"), sql.Identifier(role))
+        roles.admin.execute(everything)
+        outbox(roles.url, "db", "roles", f"{kind}={role}", "--apply")
+        roles.admin.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(role), sql.Identifier(member)))
+        insert = f"INSERT INTO {schema}.audit (what, why, details) VALUES ('{kind}', NULL, '{{}}')"
+        refused(
+            url,
+            *(
+                f"INSERT INTO {schema}.audit (what, details, {column}) VALUES ('w', '{{}}', {value})"
+                for column, value in (("who", "'postgres'"), ("at", "now() - interval '1 day'"))
+            ),
+            f"INSERT INTO {schema}.audit (what, details, id) OVERRIDING SYSTEM VALUE VALUES ('w', '{{}}', 1)",
+            f"UPDATE {schema}.audit SET why = 'another'",
+            f"DELETE FROM {schema}.audit",
+            f"TRUNCATE {schema}.audit",
+            f"ALTER TABLE {schema}.audit ALTER who SET DEFAULT 'postgres'",
+            f"CREATE TRIGGER mine BEFORE INSERT ON {schema}.audit FOR EACH ROW "
+            "EXECUTE FUNCTION tsvector_update_trigger()",
+        )
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(insert)
+        with psycopg.connect(roles.url.replace("postgres@", f"{member}@"), autocommit=True) as connection:
+            connection.execute(sql.SQL("SET ROLE {}").format(sql.Identifier(role)))
+            connection.execute(insert)
+        lines = roles.admin.execute(
+            f"SELECT who FROM {schema}.audit WHERE what = %s ORDER BY id", (str(kind),)
+        ).fetchall()
+        assert lines == [(role,), (member,)], kind
 
 
 def consume(roles: Roles, topics: Any) -> None:
@@ -328,16 +336,23 @@ def test_a_monitor_sees_everything_but_contents(roles, outbox_kafka):
     roles.admin.execute(sql.SQL("GRANT SELECT ON outbox.events TO {}").format(sql.Identifier(role)))
     outbox(roles.url, "db", "roles", f"monitor={role}", f"consumer-monitor={role}", "--apply")
     [event_id] = bury(roles.admin, 1)
+    kind = outbox_kafka.name("Order")
     with psycopg.connect(roles.url) as connection:
-        waiting = Outbox().add(connection, Event("Order", "w", "T", {"card": SECRET}, headers={"tenant": SECRET}))
+        waiting = Outbox().add(connection, Event(kind, "w", "T", {"card": SECRET}, headers={"tenant": SECRET}))
+        # It has waited for long enough for its topic to be looked for, which there is not.
+        connection.execute("UPDATE outbox.events SET created_at = now() - interval '1 min'")
+        connection.execute("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('a', '1', 'infinity')")
     consume(roles, outbox_kafka)
-    for command in (("status",), ("trace", str(event_id)), ("trace", "--aggregate", "Order/w")):
+    for command in (("status",), ("trace", str(event_id)), ("trace", "--aggregate", f"{kind}/w")):
         mine, theirs = (
             json.loads(CliRunner().invoke(app, [*command, "--json"], env=environment(one, kafka)).stdout)
             for one in (url, roles.url)
         )
         assert _lasting(mine) == _lasting(theirs), command
         assert SECRET not in json.dumps(mine)
+        if command == ("status",):
+            missing = f"topic '{kind.lower()}-events' does not exist"
+            assert [any(each.startswith(missing) for each in one["problems"]) for one in (mine, theirs)] == [True, True]
     assert "lane" in outbox(url, "trace", str(waiting), **kafka)
     mine, theirs = (
         json.loads(CliRunner().invoke(app, ["doctor", "--json"], env=environment(one, kafka)).stdout)["findings"]
@@ -428,7 +443,8 @@ def test_a_missing_right_hides_the_figures_of_its_table_alone_and_names_the_gran
             assert {name: found[name] for name in found.keys() - aside} == {
                 name: theirs[name] for name in theirs.keys() - aside
             }
-            assert outbox(url, "status", status=1, **kafka).count("permission denied for table") == 1
+            if table == "dead_letters":
+                assert outbox(url, "status", status=1, **kafka).count("permission denied for table") == 1
             for wanted in (waiting, event_id):
                 traced = look("trace", str(wanted))
                 needed = {"streams", "relays", "losses"}
@@ -457,8 +473,6 @@ def test_a_migrator_needs_no_superuser_and_takes_over_what_is_there(roles, outbo
         outbox(mine, "db", "lanes", "8")
         # Grants come from it too.
         outbox(mine, "db", "roles", f"writer={heir}", "--apply")
-        outbox(mine, "db", "downgrade", "base")
-        outbox(mine, "db", "upgrade")
         # Another one takes over, twice; the first has no rights left.
         for _ in range(2):
             outbox(url, "db", "roles", f"migrator={heir}", f"consumer-migrator={heir}", "--apply")

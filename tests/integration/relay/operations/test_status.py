@@ -103,19 +103,14 @@ def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, 
     assert "gone" in text
 
 
-def test_events_that_were_refused(status, outbox_postgres, outbox_kafka, outbox_relay):
-    """Too large for their topic: dead at once, and later ones of their keys wait."""
-    url = outbox_postgres.url
-    small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, {"max.message.bytes": "20000"})
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", os.urandom(30_000)) for n in range(3)])
-    outbox_relay(routes=json.dumps({"Order": {"topic": small}}), failures__max_attempts=1)
-
-    def dead() -> bool:
-        return bool(status.look()["outbox"]["dead_letters"] == 3)
-
-    wait_until(dead, what="the dead letters")
-    assert "3 dead letters, 3 keys blocked: `outbox dead-letters list`" in status.look()["problems"]
+def test_dead_letters_and_the_keys_that_they_block(status, outbox_postgres):
+    for number in range(3):
+        failed = {"id": number, "aggregate_id": f"k{number}"}
+        for table in ("outbox.dead_letters", "outbox.failures"):
+            put(outbox_postgres.url, table, **failed)
+    found = status.look()
+    assert found["outbox"]["dead_letters"] == 3
+    assert "3 dead letters, 3 keys blocked: `outbox dead-letters list`" in found["problems"]
 
 
 def test_a_missing_topic_that_events_wait_for(status, outbox_postgres, outbox_kafka, outbox_relay):
@@ -150,8 +145,7 @@ def test_a_missing_dead_letter_topic_that_a_copy_waits_for(status, outbox_postgr
 def test_a_kafka_that_does_not_answer_while_events_wait(status, outbox_postgres, monkeypatch):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
     execute(
-        outbox_postgres.url,
-        "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')",
+        outbox_postgres.url, "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')"
     )
     assert status.look()["problems"] == []
     add(outbox_postgres.url, "Order", 1)
@@ -179,12 +173,12 @@ def test_a_backlog_is_counted_up_to_a_limit_and_then_estimated(status, outbox_po
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(
             "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type)"
-            " SELECT 'Order', 'k' || n, 'T' FROM generate_series(1, 200000) AS n"
+            " SELECT 'Order', 'k' || n, 'T' FROM generate_series(1, 100000) AS n"
         )
         connection.execute("ANALYZE outbox.events")
     outbox = status.look()["outbox"]
     assert (outbox["exact"], [lane["events"] for lane in outbox["lanes"]]) == (False, [COUNTED] * 4)
-    assert 190_000 <= outbox["backlog"] <= 210_000
+    assert 95_000 <= outbox["backlog"] <= 105_000
     with psycopg.connect(url) as connection:
         before = connection.execute("SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'events_pkey'")
         ((read,),) = before.fetchall()
@@ -197,7 +191,7 @@ def test_a_backlog_is_counted_up_to_a_limit_and_then_estimated(status, outbox_po
 
     wait_until(lambda: more() > 0, what="the statistics of the last look")
     assert more() <= 2 * 4 * (COUNTED + 10)
-    assert "about 2" in status.run()[1]
+    assert "backlog about " in status.run()[1]
 
 
 def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
@@ -323,17 +317,18 @@ def test_a_group_that_nobody_runs(status, outbox_postgres, outbox_kafka):
     assert of_the_group() == ["group totals: 1 call stuck: `outbox external list`"]
 
 
-def test_a_backlog_that_can_not_be_counted_in_time_hides_nothing_else(
-    status, outbox_postgres, outbox_relay, order, monkeypatch
-):
+def test_a_backlog_that_can_not_be_counted_in_time_hides_nothing_else(status, outbox_postgres, monkeypatch):
     """As while an old transaction keeps millions of dead rows, which every count has to pass."""
-    outbox_relay()
-    wait_until(lambda: status.look()["problems"] == [], what="the relay")
+    execute(
+        outbox_postgres.url, "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')"
+    )
+    execute(outbox_postgres.url, "UPDATE outbox.lanes SET owner = 'r', lease_until = 'infinity'")
+    assert status.look()["problems"] == []
     monkeypatch.setattr(insights, "_STATEMENT_SECONDS", 1)
     monkeypatch.setattr(insights, "WAITING", "SELECT lane, pg_sleep(60), NULL FROM {lanes}")
     found = status.look()
     outbox = found["outbox"]
     assert (outbox["counted"], outbox["exact"], outbox["oldest_seconds"]) == (False, False, None)
-    assert [lane["owner"] for lane in outbox["lanes"]] == [outbox["relays"][0]["instance"]] * 4
+    assert [lane["owner"] for lane in outbox["lanes"]] == ["r"] * 4
     (problem,) = found["problems"]
     assert problem.startswith("the waiting events could not be counted within 1 s")

@@ -14,35 +14,38 @@ from relay.cli.app import app
 from relay.operations import topic_scan
 
 
-@pytest.mark.parametrize("event_id", [uuid7(), uuid4()], ids=["with a time in its id", "without one"])
-def test_an_event_is_found_in_a_topic_that_relays_may_write(event_id, outbox_postgres, outbox_kafka):
+def test_an_event_is_found_in_a_topic_that_relays_may_write(outbox_postgres, outbox_kafka):
+    """Of one id with a time in it, and of one without."""
+    ids = str(uuid7()), str(uuid4())
     topic = outbox_kafka.create_topic(f"{outbox_kafka.name('order').lower()}-events", 2)
     producer = Producer({"bootstrap.servers": outbox_kafka.bootstrap_servers})
-    producer.produce(topic, b"{}", b"k", partition=1, headers={"ce_id": str(event_id)})
+    for event_id in ids:
+        producer.produce(topic, b"{}", b"k", partition=1, headers={"ce_id": event_id})
     assert producer.flush(30) == 0
     environment = {
         "OUTBOX_DATABASE_URL": outbox_postgres.url,
         "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
     }
 
-    def trace(*options: str) -> tuple[int, list[str], bool, list[str]]:
+    def trace(event_id: str, *options: str) -> tuple[int, list[str], bool, list[str]]:
         # Other tests' topics are read as well.
-        words = ["trace", str(event_id), "--seconds", "60", "--json", *options]
+        words = ["trace", event_id, "--seconds", "60", "--json", *options]
         done = CliRunner().invoke(app, words, env=environment)
         found = json.loads(done.stdout)
         places = [f"{one['topic']}-{one['partition']}" for one in found["messages"]]
         return done.exit_code, places, found["searched_to_the_end"], found["unseen"]
 
-    assert trace() == (0, [f"{topic}-1"], True, [])
+    assert [trace(event_id) for event_id in ids] == [(0, [f"{topic}-1"], True, [])] * 2
     # A group of other topics says nothing of this one.
     with outbox_postgres.connect() as connection:
         connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('sums', 'me')")
         connection.execute("INSERT INTO consumer.offsets VALUES ('sums', 'others', 0, 'id', 0, 1)")
-    assert trace() == (0, [f"{topic}-1"], True, [])
+    assert trace(ids[0]) == (0, [f"{topic}-1"], True, [])
     hour = dt.timedelta(hours=1)
-    for since, found in ((-hour, [f"{topic}-1"]), (hour, [])):
-        time = f"{dt.datetime.now(dt.UTC) + since:%Y-%m-%dT%H:%M:%S}"
-        assert trace("--since", time) == (0 if found else 1, found, True, [])
+    for event_id in ids:
+        for since, found in ((-hour, [f"{topic}-1"]), (hour, [])):
+            time = f"{dt.datetime.now(dt.UTC) + since:%Y-%m-%dT%H:%M:%S}"
+            assert trace(event_id, "--since", time) == (0 if found else 1, found, True, []), event_id
 
 
 @pytest.mark.parametrize("patience", ["2", "60"], ids=["time is over", "nothing comes any more"])

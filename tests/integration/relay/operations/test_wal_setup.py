@@ -169,11 +169,7 @@ def test_two_outboxes_in_one_database_do_not_take_each_others_things(shell):
     second = {"OUTBOX_SCHEMA": "second"}
     shell.done("cdc setup")
     shell.done("relay switch", "wal")
-    commands = (
-        ("cdc setup",),
-        ("cdc setup", "--repair", "--reason", "?"),
-        ("cdc drop", "--slot"),
-    )
+    commands = (("cdc setup",), ("cdc setup", "--repair", "--reason", "?"), ("cdc drop", "--slot"))
     for command in commands:
         name = (shell.slot,) if command[-1] == "--slot" else ()
         _, output = shell.refused(*command, *name, **second)

@@ -111,7 +111,7 @@ def test_an_action_needs_our_form_from_our_site(serve, environment):
 
 
 def test_behind_a_proxy_only_its_requests_are_answered(serve, environment):
-    page = serve(**PROXY)
+    page = serve(**PROXY, address="0.0.0.0:0")
     assert page.link == "https://outbox.example.com/"
     ann = through_proxy("ann")
     found = page.ask("/", headers=ann)
@@ -131,8 +131,7 @@ def test_behind_a_proxy_only_its_requests_are_answered(serve, environment):
     assert PROXY["proxy_secret"] not in page.ask("/system", headers=ann).text
 
 
-@pytest.mark.parametrize("twice", ["X-Forwarded-User: root", "X-Outbox-Proxy-Secret: guess"])
-def test_a_proxy_that_keeps_what_a_client_has_sent_proves_nothing(serve, twice):
+def test_a_proxy_that_keeps_what_a_client_has_sent_proves_nothing(serve):
     page = serve(**PROXY)
     lines = [f"{name}: {value}" for name, value in through_proxy("ann").items()]
 
@@ -141,7 +140,9 @@ def test_a_proxy_that_keeps_what_a_client_has_sent_proves_nothing(serve, twice):
             connection.sendall("\r\n".join(["GET / HTTP/1.1", *sent, "Connection: close", "", ""]).encode())
             return int(connection.makefile().readline().split()[1])
 
-    assert (status(*lines), status(twice, *lines), status(*lines, twice)) == (200, 403, 403)
+    assert status(*lines) == 200
+    for twice in ("X-Forwarded-User: root", "X-Outbox-Proxy-Secret: guess"):
+        assert (status(twice, *lines), status(*lines, twice)) == (403, 403), twice
 
 
 def test_what_a_proxys_user_does_is_audited_under_the_users_name(serve, environment):
@@ -183,13 +184,6 @@ def test_what_an_address_needs(environment):
         taken.listen()
         with pytest.raises(ConfigurationError, match=r"OUTBOX_WEB__ADDRESS=127\.0\.0\.1:.*in use"):
             PageRun(address=f"127.0.0.1:{taken.getsockname()[1]}")
-
-
-def test_any_address_with_a_proxy(serve):
-    page = serve(**PROXY, address="0.0.0.0:0")
-    assert page.ask("/").status == 421
-    assert page.ask("/", headers={"Host": "outbox.example.com"}).status == 403
-    assert page.ask("/", headers=through_proxy("ann")).status == 200
 
 
 class Host:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import psycopg
@@ -15,6 +18,7 @@ from outbox import Event
 
 __all__ = ["environment", "serve"]
 
+SITE = b"""<!doctype html><title>another site</title><img src="/image"><img src="/"><img src="/live">"""
 ERROR = "the broker takes no message of this size: # bytes, and the topic's max.message.bytes is 1,048,588"
 VIEWS = (
     *("/", "/topics", "/events", "/dead-letters", "/dead-letters/relay", "/dead-letters/consumer", "/relays"),
@@ -40,6 +44,30 @@ def letters(environment) -> str:
             error = {"reason": "undecodable", "error": f"field {offset} is not a text"}
             put(connection, "consumer.dead_letters", **place, **error, message_offset=offset, message_value=b"{}")
     return environment
+
+
+@pytest.fixture
+def site() -> Iterator[tuple[int, dict[str, str]]]:
+    """Serve a site of another user of the machine. Yields its port, and the headers of its requests by path."""
+    seen: dict[str, str] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen[self.path] = str(self.headers)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(SITE)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1], seen
+        server.shutdown()
+        thread.join()
 
 
 def test_every_view_is_accessible_and_fits(chromium, serve, letters):
@@ -178,3 +206,25 @@ def test_charts_have_axes_a_range_and_values_under_the_mouse(chromium, serve, le
     seen.open("/consumers").locator("figure", has_text="Lag by group").wait_for()
     seen.open("/topics").locator("figure", has_text="order-events").wait_for()
     seen.close()
+
+
+def test_no_other_site_of_the_machine_gets_the_cookie(chromium, serve, site):
+    """Cookies know no ports."""
+    page = serve()
+    port, seen = site
+    tab = chromium.new_page()
+    tab.goto(page.link)
+    tab.get_by_role("heading", level=1, name="Overview").wait_for()
+    # A link that leads there, too: it must not learn the path at which it would get the cookie.
+    tab.evaluate(f"location.href = 'http://127.0.0.1:{port}/link'")
+    tab.wait_for_url("**/link")
+    tab.goto(f"http://127.0.0.1:{port}/site")
+    assert {"/", "/live", "/image", "/link", "/site"} <= seen.keys()
+    for path, headers in seen.items():
+        assert "cookie" not in headers.lower(), path
+        assert page.base.strip("/") not in headers, path
+    # It is still the browser's, for the page itself.
+    answer = tab.goto(f"http://{page.address}{page.base}/events")
+    assert answer is not None
+    assert answer.status == 200
+    tab.close()

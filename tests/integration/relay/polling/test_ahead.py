@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
 
-from polling_worker import ROUTES, Worker, drain, note, published, quick_marks, settle, workers
+from loop_fakes import all_of, looped
+from polling_support import polling
+from polling_worker import ROUTES, Worker, drain, note, quick_marks, settle, workers
 from support import backlog, tried, wait_until
 
 from outbox import Event, Outbox
 from outbox._app.choices import OnFailure
-from outbox.errors import OutboxError
 from outbox.sandbox._process import patience
-from relay.core.lane import LoopSettings
-from relay.core.lease import HeldLanes, Lease
-from relay.core.loop import WorkerLoop
-from relay.core.ports import (
-    Batches,
-    BatchRefused,
-    Claim,
-    Completed,
-    Confirm,
-    Failed,
-    Kind,
-    LaneLost,
-    Receipt,
-    Sent,
-    UnsettledBatch,
-)
-from relay.database import Connector
+from relay.core.lease import Lease
+from relay.core.ports import Batches, BatchRefused, Claim, Failed, LaneLost, Receipt, Sent, UnsettledBatch
 from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 
 __all__ = ["quick_marks", "workers"]
 
@@ -179,89 +161,28 @@ def test_kinds_left_out_while_the_next_turn_is_read_come_again_in_order(workers)
     assert backlog(worker.database.url) == 0
 
 
-class Kafka:
-    """A publisher that refuses the batch that holds ``bad``, all of it, until it is alone."""
-
-    def __init__(self, sent: list[Claim], bad: Collection[int]) -> None:
-        self._sent = sent
-        self._bad = bad
-
-    def join(self, _leases: Sequence[Lease]) -> dict[int, OutboxError]:
-        return {}
-
-    def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
-        blamed = [n for n, claims in batches.items() if any(claim.position in self._bad for claim in claims)]
-        if blamed:
-            return Failed(BatchRefused("the broker refuses something"), blamed=blamed)
-        for claims in batches.values():
-            self._sent += claims
-        return Completed({n: published(claims) for n, claims in batches.items()})
-
-    def paused(self) -> frozenset[Kind]:
-        return frozenset()
-
-    def serve(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Watcher:
-    def __init__(self) -> None:
-        self.refusals: list[int] = []
-
-    def published(self, *_: object) -> None: ...
-    def turn(self, *_: float) -> None: ...
-
-    def recovered(self, lanes: Collection[int]) -> None: ...
-    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None: ...
-    def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        self.refusals.append(claim.position)
-
-
-@contextmanager
-def looped(worker: Worker, publisher: Any, watcher: Watcher, *, batch: int = 50, **more: Any) -> Iterator[None]:
-    """The product's own loop, over a publisher of the test's."""
-    stop, held = threading.Event(), HeldLanes()
-    held.give(worker.leases)
-    failures = Failures("outbox", tried(100, 600.0, 600.0), ROUTES)
-    loop = WorkerLoop(
-        lambda: PollingSource(Connector(worker.database.url, "loop"), "outbox", failures, **more),
-        lambda _source: publisher,
-        held=held,
-        stop=stop,
-        observer=watcher,
-        settings=LoopSettings(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
-    )
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            loop.run()
-        except BaseException as error:  # noqa: BLE001  raised again below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(60 * patience())
-        if errors:
-            raise errors[0]
-        assert not thread.is_alive()
-
-
 def test_bad_events_in_a_backlog_are_found_and_no_key_is_out_of_order(workers):
     worker = workers()
     worker.insert(4000, keys=400)
     there = worker.ids()
     bad = {ids[number] for ids in there.values() for number in (0, 333, 650)}
     sent: list[Claim] = []
-    watcher = Watcher()
     bad_keys = {
         key for (key,) in worker.admin.execute("SELECT aggregate_id FROM outbox.events WHERE id = ANY(%s)", [list(bad)])
     }
-    with looped(worker, Kafka(sent, bad), watcher):
+
+    def publish(batches: Batches) -> Sent:
+        """Refuse all of a turn with a bad event, until that is alone."""
+        blamed = [n for n, claims in batches.items() if any(claim.position in bad for claim in claims)]
+        if blamed:
+            return Failed(BatchRefused("the broker refuses something"), blamed=blamed)
+        sent.extend(claim for claims in batches.values() for claim in claims)
+        return all_of(batches)
+
+    def source() -> PollingSource:
+        return polling(worker.database.url, policy=tried(100, 600.0, 600.0), router=ROUTES)
+
+    with looped(source, worker.leases, publish, batch=50) as watcher:
         wait_until(lambda: bad <= set(watcher.refusals), 60, "the bad ones to be found")
         left = "SELECT count(*) FROM outbox.events WHERE NOT aggregate_id = ANY(%s)"
         wait_until(lambda: worker.admin.execute(left, [list(bad_keys)]).fetchone() == (0,), 60, "the others to go")

@@ -16,7 +16,6 @@ from support import backlog, wait_until
 
 from relay.core.marker import Marker
 from relay.core.ports import Claim, Receipt, Refusal, UnsettledBatch
-from relay.database import Connector
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import row_marks
 from relay.polling.kept_marks import KeptMarks
@@ -131,7 +130,7 @@ def relay(request, workers, outbox_postgres, monkeypatch) -> Iterator[Relay]:
     with PgBouncer(outbox_postgres.url, size=4) as pooler:
 
         def make() -> PollingSource:
-            return worker.source(attempts=2, connect=Connector(pooler.url, "test"), kept=KeptMarks())
+            return worker.source(attempts=2, url=pooler.url, kept=KeptMarks())
 
         yield Relay(worker, make, once=False)
 

@@ -15,27 +15,19 @@ from relay.polling.low_water_mark import LOWEST, LowWaterMarks
 __all__ = ["lanes"]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Marks:
     """Low-water marks with a clock and a horizon that a test sets. A read of all lanes each 1.5 seconds."""
 
     def __init__(self, *lanes: int) -> None:
         self.lanes = lanes
-        self.clock = Clock()
-        self.marks = LowWaterMarks(self.clock)
+        self.now = 0.0
+        self.marks = LowWaterMarks(lambda: self.now)
         self.xmin, self.xid, self.drawn = 10, 20, 0
         self.read: low_water_mark.Marks
 
     def start(self, after: float = 1.5) -> dict[int, int]:
         """Begin a read; return above which ids it looks."""
-        self.clock.now += after
+        self.now += after
         self.read = self.marks.start(self.lanes, draw_xid=self._draw, xmin=lambda: self.xmin)
         return self.read.above
 
@@ -104,9 +96,9 @@ def test_the_marks_of_many_lanes_rise_with_one_transaction_id_each_by_what_it_re
     assert marks.start()[3] == 5000
 
 
-def below(database, source_: OneLane, reads: int = 10) -> bool:
+def below(database, source_: OneLane) -> bool:
     """Return whether rows below what was settled last are still found after a few reads."""
-    for _ in range(reads):
+    for _ in range(10):
         settle(source_, source_.fetch(10))
     with database.connect(autocommit=True) as admin:
         admin.execute(

@@ -6,17 +6,13 @@ from typing import Any
 
 import pytest
 from plans import PLANS, blocks, by_index_only, explain, forget_rows, nodes
-from polling_support import table
+from polling_support import polling, table
 from support import tried
 
 from relay.core.marker import Marker
 from relay.core.ports import Claim, LaneLost, Receipt
-from relay.database import Connector
-from relay.kafka.routing import Router
 from relay.polling import session
 from relay.polling.queries import Queries
-from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 from relay.settle.settlement import Settlement, UnsettledBatch
 
 ROWS = 40_000
@@ -205,11 +201,8 @@ def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, monkeypatch
     monkeypatch.setattr(session, "begin_session", lambda _: False)
     database, admin = statistics
     admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
-    failures = Failures("outbox", tried(1000, 600.0, 600.0), Router())
-    source = PollingSource(Connector(database.url, "test"), "outbox", failures, archive=True)
     leases = table(database, "pooled").acquire(4)
-    for lease in leases:
-        source.hold(lease)
+    source = polling(database.url, leases, policy=tried(1000, 600.0, 600.0), archive=True)
 
     def rows_read() -> int:
         # What a session has counted is shown a second later, or with its next statement: that of earlier tests too.

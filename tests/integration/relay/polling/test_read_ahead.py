@@ -8,16 +8,12 @@ import threading
 
 import psycopg
 import pytest
+from polling_support import add, polling, table
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
-from outbox._app.settings import FailureSettings
 from relay.core.ports import Batches, Receipt, UnsettledBatch
-from relay.database import Connector
-from relay.kafka.routing import Router
-from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 
 LANES = 3
 
@@ -31,14 +27,11 @@ def source(outbox_postgres, monkeypatch):
     monkeypatch.setattr("relay.polling.reader._LOOK_SECONDS", 3600.0)
     url = outbox_postgres.url
     db.change_lanes(url, LANES)
+    add(outbox_postgres, *(f"k{n}" for n in range(300)))
     with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {}) for n in range(300)])
         connection.execute("DELETE FROM outbox.events AS e WHERE (SELECT count(*) FROM outbox.events AS f "
                            "WHERE f.lane = e.lane AND f.id < e.id) >= 40")  # fmt: skip
-    leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 30.0).acquire(LANES)
-    source = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailureSettings(), Router()))
-    for lease in leases:
-        source.hold(lease)
+    source = polling(url, table(outbox_postgres, "me").acquire(LANES))
     yield source
     source.close()
 
@@ -183,19 +176,15 @@ def test_a_source_that_is_closed_before_its_thread_has_sent_anything_says_nothin
 
 
 def test_a_long_list_of_what_is_in_hand_has_a_plan_of_its_own(outbox_postgres, monkeypatch):
-    """256 lanes with 20,000 events: 7,936 in hand at each read ahead.
+    """256 lanes with thousands of events in hand at each read ahead.
 
     After five times the server may take a plan that fits any list; that compared each row with each of them.
     """
     monkeypatch.setattr("relay.polling.reader._LOOK_SECONDS", 3600.0)
     url = outbox_postgres.url
     db.change_lanes(url, 256)
-    with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {}) for n in range(20_000)])
-    leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 60.0).acquire(256)
-    source = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailureSettings(), Router()))
-    for lease in leases:
-        source.hold(lease)
+    add(outbox_postgres, *(f"k{n}" for n in range(15_000)))
+    source = polling(url, table(outbox_postgres, "me", 60.0).acquire(256))
     turns = in_hand = done = 0
     while batches := read(source, 4, range(256)):
         turns += 1
@@ -204,7 +193,7 @@ def test_a_long_list_of_what_is_in_hand_has_a_plan_of_its_own(outbox_postgres, m
             in_hand = max(in_hand, sum(len(one.values["pending"].split(",")) for one in ahead.reads))
         done += sum(map(len, batches.values()))
         assert source.settle(published(batches)) == {}
-    assert (done, turns > 12, in_hand > 500) == (20_000, True, True)
+    assert (done, turns > 12, in_hand > 500) == (15_000, True, True)
     plans = source.connection.execute(
         "SELECT coalesce(sum(generic_plans), 0) FROM pg_prepared_statements WHERE statement LIKE '%AS running%'"
     ).fetchone()

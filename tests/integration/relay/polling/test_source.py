@@ -10,7 +10,6 @@ from support import backlog
 from outbox import Event, Outbox, SchemaError
 from relay.core.lease import Lease
 from relay.core.ports import LaneLost, Unavailable
-from relay.database import Connector
 
 __all__ = ["lanes"]
 
@@ -103,5 +102,3 @@ def test_errors_of_the_server_are_told_apart_from_missing_tables(outbox_postgres
     with pytest.raises(SchemaError, match="outbox db"):
         source_.fetch(1)
     source_.close()
-    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1/"):
-        Connector("postgresql://u:secret@127.0.0.1:1/db", "test")()

@@ -95,10 +95,7 @@ def test_a_sweep_that_finds_no_connection_is_due_a_minute_later():
     assert asked == [""]
 
 
-@pytest.mark.parametrize(
-    ("moment", "place"),
-    [(1, -100), (3, WAITING // 2), (20, WAITING // 2), (21, WAITING - 10)],
-)
+@pytest.mark.parametrize(("moment", "place"), [(1, -100), (3, WAITING // 2), (20, WAITING // 2), (21, WAITING - 10)])
 def test_a_row_that_is_committed_at_any_moment_of_a_sweep_is_found(blocked, monkeypatch, moment, place):
     """And goes out before later events of its key."""
     monkeypatch.setattr(sweep, "_SWEEP_SECONDS", 0.0)

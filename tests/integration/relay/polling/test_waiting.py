@@ -124,13 +124,13 @@ def test_1000_events_that_were_put_back_leave_in_batches(workers):
 def test_huge_events_that_were_put_back_leave_in_turns_that_fit_into_memory(workers):
     worker = workers()
     source = worker.source(attempts=1)
-    insert_huge(worker, 200, compressible=True)
+    insert_huge(worker, 100, compressible=True)
     while batches := source.fetch(worker.limits()).batches:
         source.settle({lane: Receipt(refused=[(claim, "bad") for claim in each]) for lane, each in batches.items()})
-    assert len(DeadLetters(worker.admin, "outbox").retry(Selection())) == 200
+    assert len(DeadLetters(worker.admin, "outbox").retry(Selection())) == 100
     seen: dict[int, list[int]] = {}
     turns: list[int] = []
-    while sum(map(len, seen.values())) < 200:
+    while sum(map(len, seen.values())) < 100:
         batches = source.fetch(worker.limits()).batches
         turns.append(sum(len(claim.value) for batch in batches.values() for claim in batch))
         note(seen, batches)

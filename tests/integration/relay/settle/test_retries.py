@@ -5,33 +5,17 @@ from __future__ import annotations
 import json
 import random
 import re
-import threading
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
 from failing_lane import BLOCK, SKIP, hurry, lane, name, outbox, retried, turn
+from loop_fakes import all_of, looped
 from one_lane import OneLane
-from support import backlog, tried, wait_until
+from support import backlog, tried, wait_until, write
 
-from outbox import Event, Outbox
-from outbox.errors import OutboxError
-from relay.core.lane import LoopSettings
-from relay.core.lease import HeldLanes, Lease
-from relay.core.loop import WorkerLoop
-from relay.core.ports import (
-    Batches,
-    Claim,
-    Completed,
-    Confirm,
-    DatabaseUnavailable,
-    Kind,
-    Receipt,
-    Sent,
-    StandingError,
-    UnsettledBatch,
-)
+from outbox import Event
+from relay.core.ports import Batches, DatabaseUnavailable, Receipt, Sent, StandingError, UnsettledBatch
+from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
 
 __all__ = ["lane"]
@@ -127,8 +111,7 @@ def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replaye
     """4,000 bytes that no compression makes shorter: a btree has no room for them."""
     key = "".join(random.Random(1).choices([chr(code) for code in range(0x20000, 0x2A6DF)], k=1000))
     source = lane.source(attempts=2, archive=True)
-    with lane.database.connect() as connection:
-        Outbox().add_many(connection, [Event("Order", key, "long1"), Event("Order", key, "long2")])
+    write(lane.database.url, [Event("Order", key, "long1"), Event("Order", key, "long2")])
     lane.add("a1")
     assert turn(source, "long1") == ["a1"]
     hurry(lane)
@@ -139,36 +122,6 @@ def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replaye
     assert turn(source) == ["long2"]
     assert json.loads(outbox(lane, "replay", "--aggregate", f"Order/{key}", "--yes", "--json"))["sent"] == 2
     assert turn(source) == ["long1", "long2"]
-
-
-class Watcher:
-    """A publisher that publishes everything, and an observer."""
-
-    def __init__(self) -> None:
-        self.sent: list[str] = []
-        self.errors: list[str] = []
-        self.raised: list[Exception] = []
-
-    def join(self, _leases: Sequence[Lease]) -> dict[int, OutboxError]:
-        return {}
-
-    def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
-        self.sent += [name(claim) for claims in batches.values() for claim in claims]
-        return Completed({n: Receipt(UnsettledBatch(claims)) for n, claims in batches.items()})
-
-    def paused(self) -> frozenset[Kind]:
-        return frozenset()
-
-    def serve(self) -> None: ...
-    def close(self) -> None: ...
-    def published(self, *_: object) -> None: ...
-    def refused(self, lane: int, claim: Claim, reason: str) -> None: ...
-    def turn(self, *_: float) -> None: ...
-
-    def recovered(self, lanes: Collection[int]) -> None: ...
-    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
-        self.raised.append(error)
-        self.errors.append(str(error))
 
 
 @pytest.mark.parametrize(
@@ -197,48 +150,33 @@ class Watcher:
     ids=["limit", "constraint", "cancelled"],
 )
 def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle, removed, error):
-    watcher = Watcher()
-    sent, errors = watcher.sent, watcher.errors
-    stop = threading.Event()
-    held = HeldLanes()
-    held.give([lane.lease])
-    loop = WorkerLoop(
-        lambda: lane.polling(
-            Failures("outbox", tried(1, 600.0, 600.0), BLOCK),
-            archive=True,
-        ),
-        lambda _source: watcher,
-        held=held,
-        stop=stop,
-        observer=watcher,
-        settings=LoopSettings(min_backoff_seconds=0.001, max_backoff_seconds=0.001),
-    )
+    sent: list[str] = []
+
+    def publish(batches: Batches) -> Sent:
+        sent.extend(name(claim) for claims in batches.values() for claim in claims)
+        return all_of(batches)
+
+    def source() -> PollingSource:
+        return lane.polling(Failures("outbox", tried(1, 600.0, 600.0), BLOCK), archive=True)
+
     lane.admin.execute(obstacle)
     lane.add("a1")
     text = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=5000))
-    with lane.database.connect() as connection:
-        bad = Outbox().add(connection, Event("Order", "b", "long", headers={"text": text}))
+    [bad] = write(lane.database.url, [Event("Order", "b", "long", headers={"text": text})])
     lane.add("c1")
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(loop.run)
-        try:
-            wait_until(lambda: len(errors) >= 5, what="errors")
-            assert sent == ["a1", "long", "c1"]
-            assert re.search(error, errors[-1])
-            assert set(map(type, watcher.raised)) == {
-                DatabaseUnavailable if error == "query_canceled" else StandingError
-            }
-            if error != "query_canceled":
-                # Those before it are settled.
-                assert errors[-1].startswith(
-                    f"event {bad} is published, but can't be settled: Postgres, settling lane 0: "
-                )
-                assert lane.rows("SELECT event_type FROM outbox.published") == [("a1",)]
-            lane.admin.execute(removed)
-            wait_until(lambda: lane.rows("SELECT count(*) FROM outbox.published") == [(3,)], what="the archive")
-        finally:
-            stop.set()
-        running.result(60)
+    with looped(source, [lane.lease], publish, batch=2000) as watcher:
+        wait_until(lambda: len(watcher.raised) >= 5, what="errors")
+        assert sent == ["a1", "long", "c1"]
+        last = str(watcher.raised[-1])
+        assert re.search(error, last)
+        cancelled = error == "query_canceled"
+        assert set(map(type, watcher.raised)) == {DatabaseUnavailable if cancelled else StandingError}
+        if not cancelled:
+            # Those before it are settled.
+            assert last.startswith(f"event {bad} is published, but can't be settled: Postgres, settling lane 0: ")
+            assert lane.rows("SELECT event_type FROM outbox.published") == [("a1",)]
+        lane.admin.execute(removed)
+        wait_until(lambda: lane.rows("SELECT count(*) FROM outbox.published") == [(3,)], what="the archive")
     assert sent == ["a1", "long", "c1"]
     assert backlog(lane.database.url) == 0
 

@@ -13,7 +13,7 @@ import pytest
 from plans import nodes
 from polling_support import table
 from psycopg.rows import dict_row
-from support import drained, look_up, numbers_by_key, order, wait_until
+from support import drained, look_up, numbers_by_key, order, wait_until, write
 from typer.testing import CliRunner
 from wal_support import to_wal, wal
 from writer_targets import each_driver, on_target, waits_for_a_lock
@@ -32,6 +32,11 @@ KEPT = "SELECT payload ->> 'n' FROM outbox.scheduled ORDER BY not_before, id"
 
 def now() -> dt.datetime:
     return dt.datetime.now(dt.UTC)
+
+
+def later(url: str, written: list[Event], not_before: dt.datetime) -> list[uuid.UUID]:
+    with psycopg.connect(url) as connection:
+        return list(Outbox().add_many(connection, written, not_before=not_before))
 
 
 def scheduled(url: str) -> list[str]:
@@ -55,7 +60,8 @@ def mover(outbox_postgres):
 
 @each_driver
 @on_target
-async def test_written_and_cancelled_in_the_targets_transaction(target, outbox_postgres):
+async def test_written_cancelled_and_rescheduled_in_the_targets_transaction(target, outbox_postgres):
+    """A delay and another time count by the database's clock."""
     url = outbox_postgres.url
     later = [Event("Order", n, "T", {"n": n}) for n in range(3)]
     ids = await target.add_many(later, not_before=now() + HOUR)
@@ -77,17 +83,13 @@ async def test_written_and_cancelled_in_the_targets_transaction(target, outbox_p
         (raw_id, "3", "T", b"\x00", "1", True)
     ]
     assert events(url) == []
-
-
-@each_driver
-@on_target
-async def test_a_delay_and_another_time_count_by_the_databases_clock(target, outbox_postgres):
-    url = outbox_postgres.url
-    due = "SELECT payload ->> 'n', extract(epoch FROM not_before - scheduled_at)::float8 FROM outbox.scheduled"
-    first = await target.add(Event("Order", 1, "T", {"n": 1}), delay=HOUR)
-    await target.add_many(
-        [Event("Order", 1, "T", {"n": n}) for n in (2, 3)], delay=dt.timedelta(days=2, microseconds=5)
+    due = (
+        "SELECT payload ->> 'n', extract(epoch FROM not_before - scheduled_at)::float8 FROM outbox.scheduled "
+        "WHERE aggregate_id = 'delayed'"
     )
+    first = await target.add(Event("Order", "delayed", "T", {"n": 1}), delay=HOUR)
+    delayed = [Event("Order", "delayed", "T", {"n": n}) for n in (2, 3)]
+    await target.add_many(delayed, delay=dt.timedelta(days=2, microseconds=5))
     await target.commit()
     seconds = dict(look_up(url, due))
     assert seconds == {"1": pytest.approx(3_600, abs=30), "2": pytest.approx(172_800, abs=30), "3": seconds["2"]}
@@ -142,8 +144,7 @@ def test_times_that_are_refused(outbox_postgres, options, field):
 def test_what_is_being_cancelled_or_rescheduled_holds_up_nothing(outbox_postgres, mover, change, ends, moved, kept):
     found, due = mover
     url, options = outbox_postgres.url, {"delay": HOUR} if change == "reschedule" else {}
-    with psycopg.connect(url) as connection:
-        ids = Outbox().add_many(connection, [Event("Order", n, "T", {"n": n}) for n in range(3)], not_before=now())
+    ids = later(url, [Event("Order", n, "T", {"n": n}) for n in range(3)], now())
     with psycopg.connect(url) as connection:
         change_it = getattr(Outbox(), change)
         assert change_it(connection, ids[1], **options)
@@ -196,10 +197,8 @@ def test_in_the_order_in_which_they_are_due(outbox_postgres, mover):
     """More than one statement moves; ids follow not_before, and then the order of writing."""
     found, due = mover
     url = outbox_postgres.url
-    with psycopg.connect(url) as connection:
-        for hours, numbers in ((1, range(1200)), (2, range(1200, 1800)), (-1, range(1800, 1900))):
-            late = [Event("Order", n % 7, "T", {"n": n}) for n in numbers]
-            Outbox().add_many(connection, late, not_before=now() - hours * HOUR)
+    for hours, numbers in ((1, range(1200)), (2, range(1200, 1800)), (-1, range(1800, 1900))):
+        later(url, [Event("Order", n % 7, "T", {"n": n}) for n in numbers], now() - hours * HOUR)
     found.look()
     wanted = [*range(1200, 1800), *range(1200)]
     assert events(url) == [str(n) for n in wanted]
@@ -227,8 +226,7 @@ def test_one_relay_moves_at_a_time(outbox_postgres, mover):
     """Two would give the later events of a key lower ids than the earlier ones."""
     found, due = mover
     url = outbox_postgres.url
-    with psycopg.connect(url) as connection:
-        Outbox().add(connection, Event("Order", 1, "T", {"n": 1}), not_before=now())
+    later(url, [Event("Order", 1, "T", {"n": 1})], now())
     with psycopg.connect(url) as other:
         other.execute("SELECT pg_advisory_xact_lock(hashtextextended('outbox scheduled outbox', 0))")
         found.look()
@@ -242,8 +240,7 @@ def test_one_relay_moves_at_a_time(outbox_postgres, mover):
 
 def test_a_cancellation_waits_for_the_move_and_then_finds_nothing(outbox_postgres):
     url = outbox_postgres.url
-    with psycopg.connect(url) as connection:
-        event_id = Outbox().add(connection, Event("Order", 1, "T", {"n": 1}), not_before=now())
+    [event_id] = later(url, [Event("Order", 1, "T", {"n": 1})], now())
 
     async def scenario() -> None:
         with psycopg.connect(url) as moving, psycopg.connect(url) as connection:
@@ -258,7 +255,7 @@ def test_a_cancellation_waits_for_the_move_and_then_finds_nothing(outbox_postgre
 
 
 @pytest.mark.parametrize("analyzed", [False, True])
-def test_a_move_reads_what_is_due_and_no_more(outbox_postgres, mover, analyzed):
+def test_a_move_reads_what_is_due_and_no_more(outbox_postgres, mover, monkeypatch, analyzed):
     found, _ = mover
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         connection.execute("ALTER TABLE outbox.scheduled SET (autovacuum_enabled = off)")
@@ -278,11 +275,8 @@ def test_a_move_reads_what_is_due_and_no_more(outbox_postgres, mover, analyzed):
             plans.append(plan[0]["Plan"])
             return (0, None, None) if "moved" in query.as_string() else run(self, connection, query, **values)
 
-        ScheduledEvents._one = explain  # type: ignore[method-assign]
-        try:
-            found.look()
-        finally:
-            ScheduledEvents._one = run  # type: ignore[method-assign]
+        monkeypatch.setattr(ScheduledEvents, "_one", explain)
+        found.look()
         assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (50,)
     for plan in plans:
         scans = [
@@ -405,8 +399,7 @@ def test_relays_publish_what_is_due_once_and_in_order_though_one_is_killed(
             writer.add_many(connection, some, not_before=due + dt.timedelta(milliseconds=first // 50))
         writer.add(connection, Event(kind, "never", "T", {"n": -1}), not_before=now() + HOUR)
     relays = [outbox_relay(**settings) for _ in range(2)]
-    with psycopg.connect(url) as connection:
-        writer.add_many(connection, [Event(kind, f"now-{n}", "T", {"n": 0}) for n in range(100)])
+    write(url, [Event(kind, f"now-{n}", "T", {"n": 0}) for n in range(100)])
     wait_until(
         lambda: look_up(url, "SELECT count(*) < 20000 FROM outbox.scheduled") == [(True,)], 60, "a part is moved"
     )
@@ -434,10 +427,9 @@ def test_what_operators_see_and_do(outbox_postgres, outbox_kafka, outbox_relay, 
         return result.output
 
     assert "nothing is scheduled" in run("scheduled", "list")
-    with psycopg.connect(url) as connection:
-        [wrong] = Outbox().add_many(connection, [Event(kind, "k", "T", {"n": 1})], not_before=now() + 2 * HOUR)
-        [soon] = Outbox().add_many(connection, [Event(kind, "k", "T", {"n": 2})], not_before=now() - 1 * HOUR)
-        Outbox().add(connection, Event("Other", "k", "T"), not_before=now() + HOUR)
+    [wrong] = later(url, [Event(kind, "k", "T", {"n": 1})], now() + 2 * HOUR)
+    [soon] = later(url, [Event(kind, "k", "T", {"n": 2})], now() - 1 * HOUR)
+    later(url, [Event("Other", "k", "T")], now() + HOUR)
     rows = json.loads(run("scheduled", "list", "--json"))["scheduled"]
     assert [row["aggregate_type"] for row in rows] == [kind, "Other", kind]
     assert run("scheduled", "list", "--type", "Other").count("Other/k") == 1

@@ -23,7 +23,7 @@ def in_the_stream(outboxed: Any, **options: Any) -> Any:
     box = outboxed()
     box.relay(batch=4, **options)
     box.streams()
-    before = sum(channel.put_count for channel in box.session()._channels.values())
+    before = box.given()
     for name in NAMES:
         box.add(name)
     box.read(before + len(NAMES))
@@ -74,7 +74,7 @@ def test_rows_that_do_not_fit_are_read_again_as_far_as_they_do(outboxed):
     box = outboxed()
     box.relay(batch=4, turn_bytes=70_000)
     box.streams()
-    before = sum(channel.put_count for channel in box.session()._channels.values())
+    before = box.given()
     names = [f"a{number}" for number in range(12)]
     with psycopg.connect(box.url) as connection:
         for name in names:
@@ -130,7 +130,7 @@ def test_an_event_that_is_announced_again_while_it_is_in_hand_is_not_sent_again(
     box = outboxed()
     box.relay(batch=1, once=once)
     box.streams()
-    before = sum(channel.put_count for channel in box.session()._channels.values())
+    before = box.given()
     box.add("a0")
     box.rows("""
         WITH again AS (DELETE FROM outbox.events RETURNING *)

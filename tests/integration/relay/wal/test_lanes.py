@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 from stream_bench import Outboxed, Producer, both, now_at, outboxed, told
-from support import backlog, wait_until
+from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
 from outbox._clients.search_path import PinnedConnection
@@ -60,10 +60,7 @@ def test_a_session_that_ends_while_a_lane_catches_up_begins_anew_at_once(outboxe
     box.relay(turn_bytes=100_000)
     box.streams()
     box.kafka.bad = {slow}
-    with psycopg.connect(box.url) as connection:
-        Outbox().add_many(
-            connection, [Event("Order", slow, f"{slow}{number}", b"x" * 40_000) for number in range(10, 50)]
-        )
+    write(box.url, [Event("Order", slow, f"{slow}{number}", b"x" * 40_000) for number in range(10, 50)])
     box.until(lambda: box.failed() == [slow] and not box.streaming(0), "lane 0 to be in the table")
     box.kafka.bad = set()
     box.hurry()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import psycopg
 from stream_bench import SKIP, both, now_at, outboxed, told
-from support import backlog, wait_until
+from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
 from relay.operations.dead_letters import DeadLetters, Selection
@@ -153,8 +153,7 @@ def test_what_is_published_is_not_sent_again_because_it_can_not_be_settled(outbo
     box.admin.execute("""
         CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE query_canceled; END $$;
         CREATE TRIGGER stop BEFORE DELETE ON outbox.events FOR EACH ROW EXECUTE FUNCTION stop()""")
-    with psycopg.connect(box.url) as connection:
-        Outbox().add(connection, Event("Order", "a", "a2"))
+    write(box.url, [Event("Order", "a", "a2")])
     box.until(lambda: "a2" in box.kafka.names(), "it")
     box.turns(5)
     box.admin.execute("DROP FUNCTION stop CASCADE")

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
-import psycopg
+from standby import set_parameter
 from stream_bench import Outboxed
 from support import wait_until
-
-
-def set_standbys(server: Any, value: str) -> None:
-    """Every commit waits for a standby of this name, or for none."""
-    with psycopg.connect(server.url(), autocommit=True) as admin:
-        admin.execute(psycopg.sql.SQL("ALTER SYSTEM SET synchronous_standby_names = {}").format(value))
-        admin.execute("SELECT pg_reload_conf()")
-
-    def reloaded() -> bool:
-        with psycopg.connect(server.url(), autocommit=True) as look:
-            return look.execute("SHOW synchronous_standby_names").fetchone() == (value,)
-
-    wait_until(reloaded, what="the setting")
 
 
 def test_nothing_is_published_from_the_table_that_no_standby_has(private_postgres):
@@ -34,8 +20,8 @@ def test_nothing_is_published_from_the_table_that_no_standby_has(private_postgre
         box.kafka.bad = {"z"}
         box.add("z1")
         box.until(lambda: box.failed() == ["z"], "a failure")
-        before = sum(channel.put_count for channel in box.session()._channels.values())
-        set_standbys(server, "nobody")
+        before = box.given()
+        set_parameter(server.url(), "synchronous_standby_names", "nobody")
         writer = threading.Thread(target=box.add, args=("a1", "b1"))
         writer.start()
         # The commit that makes sure of what the table gave waits for a standby too.
@@ -50,7 +36,7 @@ def test_nothing_is_published_from_the_table_that_no_standby_has(private_postgre
             assert box.kafka.names() == []
             assert box.held_back() == 2
         finally:
-            set_standbys(server, "")
+            set_parameter(server.url(), "synchronous_standby_names", "")
             writer.join(20)
             if turning.ident is not None:
                 turning.join(20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -11,6 +12,7 @@ from plans import forget_rows, nodes
 from psycopg import sql
 
 from outbox._app import migrate
+from outbox.testing.fixtures import token
 from spark_jobs.postgres import group_store
 from spark_jobs.postgres.group_store import PostgresGroupStore
 
@@ -21,31 +23,30 @@ FILL = """
 INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_headers,
                                    message_time, reason, error)
 SELECT %(grp)s, 'orders', 'id', 0, g, convert_to('k' || g %% %(keys)s, 'UTF8'), '[]', now(),
-       CASE WHEN g < %(causes)s THEN 'failed' ELSE 'behind' END, 'e'
+       CASE WHEN g < %(keys)s THEN 'failed' ELSE 'behind' END, 'e'
   FROM generate_series(0, %(letters)s - 1) AS g"""
+
+
+@contextmanager
+def filled(server: Any, keys: int) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
+    """Two groups with 20,000 dead letters each, of so many keys, and no statistics yet."""
+    name = f"letters_{token()}"
+    url = server.create_database(name)
+    migrate.upgrade_consumer(url)
+    with psycopg.connect(url, autocommit=True) as admin:
+        admin.execute("ALTER TABLE consumer.dead_letters SET (autovacuum_enabled = off)")
+        for group in ("neighbour", "g"):
+            admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES (%s, 'o')", (group,))
+            admin.execute(FILL, {"grp": group, "keys": keys, "letters": LETTERS})
+        yield url, admin
+    server.drop_database(name)
 
 
 @pytest.fixture(scope="module", params=["one key", "half of them", "nothing behind"])
 def waiting(request, outbox_postgres_server) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
-    """A group with 20,000 dead letters, another one with as many, and no statistics yet."""
-    from outbox.testing.fixtures import token
-
-    keys, causes = {
-        "one key": (1, 1),
-        "half of them": (LETTERS // 2, LETTERS // 2),
-        "nothing behind": (LETTERS, LETTERS),
-    }[request.param]
-    name = f"letters_{token()}"
-    url = outbox_postgres_server.create_database(name)
-    migrate.upgrade_consumer(url)
-    with psycopg.connect(url, autocommit=True) as admin:
-        admin.execute("ALTER TABLE consumer.dead_letters SET (autovacuum_enabled = off)")
-        for group in ("g", "neighbour"):
-            admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES (%s, 'o')", (group,))
-            values = {"grp": group, "keys": keys, "causes": causes, "letters": LETTERS}
-            admin.execute(FILL, values)
-        yield url, admin
-    outbox_postgres_server.drop_database(name)
+    keys = {"one key": 1, "half of them": LETTERS // 2, "nothing behind": LETTERS}[request.param]
+    with filled(outbox_postgres_server, keys) as made:
+        yield made
 
 
 @pytest.fixture(params=["analyzed when it was empty", "analyzed"])
@@ -73,23 +74,14 @@ def test_a_look_reads_a_few_rows_of_those_that_wait(statistics, plans, place):
 
 @pytest.fixture(scope="module")
 def retrying(outbox_postgres_server) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
-    """Two groups with 20,000 dead letters each: all of the one are retried, and the last ten of the other."""
-    from outbox.testing.fixtures import token
-
-    name = f"letters_{token()}"
-    url = outbox_postgres_server.create_database(name)
-    migrate.upgrade_consumer(url)
-    with psycopg.connect(url, autocommit=True) as admin:
-        admin.execute("ALTER TABLE consumer.dead_letters SET (autovacuum_enabled = off)")
-        for group in ("neighbour", "g"):
-            admin.execute(FILL, {"grp": group, "keys": LETTERS, "causes": LETTERS, "letters": LETTERS})
+    """All dead letters of the one group are retried, and the last ten of the other."""
+    with filled(outbox_postgres_server, LETTERS) as (url, admin):
         admin.execute(
             "UPDATE consumer.dead_letters SET state = 'retry' WHERE grp = 'neighbour' OR message_offset >= %s",
             (LETTERS - 10,),
         )
         admin.execute("VACUUM ANALYZE consumer.dead_letters")
         yield url, admin
-    outbox_postgres_server.drop_database(name)
 
 
 @pytest.mark.parametrize("plans", PLANS)

@@ -14,7 +14,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from consumer_group import ConsumerGroup
 from kafka_proxy import FETCH, KafkaProxy, delay_response, edit_response
-from range_support import MESSAGES, PART, offsets, send, settings, span, task_decoder
+from range_support import MESSAGES, PART, offsets, opened_at, send, span, task_decoder
 
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.sandbox.kafka import KafkaCluster
@@ -53,13 +53,13 @@ def sink(outbox_postgres) -> ConsumerGroup:
     return group
 
 
-def apply(group: ConsumerGroup, made: RangeReader, topic: str, name: str = "t") -> dict[str, Any]:
+def apply(group: ConsumerGroup, made: RangeReader, topic: str) -> dict[str, Any]:
     """Let a task apply the whole topic, and return its report. The group's own name of the topic is ``t``."""
     decoder = task_decoder()
     effect = "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset"
     plan = group.plan(PART, 0, MESSAGES, decoder.columns, effect, decoder=decoder)
     parts = made.range((topic, PART), span(0, MESSAGES))
-    return asdict(task.run_range(plan, (name, PART), parts))
+    return asdict(task.run_range(plan, ("t", PART), parts))
 
 
 def nothing_applied(group: ConsumerGroup) -> bool:
@@ -77,85 +77,81 @@ def test_a_corrupt_record_in_the_middle_is_not_passed_over(between, sink):
     """librdkafka says that a checksum is wrong, and reads on behind it."""
     _, proxy, topic = between
     proxy.on(FETCH, edit_response(corrupted), times=1, skip=4)
-    made = RangeReader(settings(proxy.address))
-    report = apply(sink, made, topic)
-    assert report["outcome"] == "corrupt"
-    assert "CRC" in report["detail"]
-    proxy.clear()
-    assert made.broken
-    made.close()
+    with opened_at(proxy.address) as made:
+        report = apply(sink, made, topic)
+        assert report["outcome"] == "corrupt"
+        assert "CRC" in report["detail"]
+        proxy.clear()
+        assert made.broken
     assert nothing_applied(sink)
-    made = RangeReader(settings(proxy.address))
-    assert apply(sink, made, topic)["outcome"] == "applied"
-    made.close()
+    with opened_at(proxy.address) as made:
+        assert apply(sink, made, topic)["outcome"] == "applied"
     assert all_applied(sink)
 
 
 def test_a_cut_in_the_middle_costs_nothing(between, sink):
     _, proxy, topic = between
     before = proxy.seen(FETCH)
-    made = RangeReader(settings(proxy.address))
-    cuts = iter(range(3))
-    real = made._consumer.consume
+    with opened_at(proxy.address) as made:
+        cuts = iter(range(3))
+        real = made._consumer.consume
 
-    class Cutting:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(consumer, name)
+        class Cutting:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(consumer, name)
 
-        def consume(self, *arguments: Any) -> Any:
-            found = real(*arguments)
-            if found and next(cuts, None) is not None:
-                proxy.cut()
-            return found
+            def consume(self, *arguments: Any) -> Any:
+                found = real(*arguments)
+                if found and next(cuts, None) is not None:
+                    proxy.cut()
+                return found
 
-    consumer = made._consumer
-    made._consumer = Cutting()  # type: ignore[assignment]
-    assert apply(sink, made, topic)["outcome"] == "applied"
-    assert next(cuts, None) is None
-    assert proxy.seen(FETCH) > before + 3
-    made.close()
+        consumer = made._consumer
+        made._consumer = Cutting()  # type: ignore[assignment]
+        assert apply(sink, made, topic)["outcome"] == "applied"
+        assert next(cuts, None) is None
+        assert proxy.seen(FETCH) > before + 3
     assert all_applied(sink)
 
 
 def test_kafka_that_stays_away_in_the_middle(between, sink):
     _, proxy, topic = between
     proxy.on(FETCH, delay_response(None), times=100, skip=4)
-    made = RangeReader(settings(proxy.address, patience_seconds=2.0))
-    report = apply(sink, made, topic)
-    assert report["outcome"] == "unavailable"
-    assert re.search(r"between-0 from offset \d+ came for 2 s", report["detail"])
-    proxy.clear()
-    proxy.release()
-    made.close()
+    with opened_at(proxy.address, patience_seconds=2.0) as made:
+        report = apply(sink, made, topic)
+        assert report["outcome"] == "unavailable"
+        assert re.search(r"between-0 from offset \d+ came for 2 s", report["detail"])
+        proxy.clear()
+        proxy.release()
     assert nothing_applied(sink)
 
 
 def test_the_brokers_end_in_the_middle(between):
     """Killed and started again while a range of 25,000 is read: each message still comes once."""
     cluster, _, topic = between
-    made = RangeReader(settings(cluster.bootstrap_servers))
-    found: list[int] = []
-    killed = False
-    for part in (parts := made.range((topic, PART), span(0, MESSAGES))):
-        found += part.offsets
-        if not killed:
-            cluster.kill()
-            cluster.start()
-            killed = True
-    parts.require_whole()
-    assert found == list(range(MESSAGES))
-    made.close()
+    with opened_at(cluster.bootstrap_servers) as made:
+        found: list[int] = []
+        killed = False
+        for part in (parts := made.range((topic, PART), span(0, MESSAGES))):
+            found += part.offsets
+            if not killed:
+                cluster.kill()
+                cluster.start()
+                killed = True
+        parts.require_whole()
+        assert found == list(range(MESSAGES))
 
 
 def test_a_task_moves_the_group_behind_what_was_aborted(between, sink, aborted):
     """In front of a long stretch without messages: the next range begins behind it. Another try finds it applied."""
-    made = RangeReader(settings(between[0].bootstrap_servers))
-    decoder = task_decoder()
-    plan = sink.plan(
-        PART, 0, 5, decoder.columns, "INSERT INTO seen SELECT n, message_offset FROM batch", decoder=decoder
-    )
-    outcomes = [task.run_range(plan, ("t", PART), made.range((aborted, PART), span(0, 5))).outcome for _ in range(2)]
-    made.close()
+    with opened_at(between[0].bootstrap_servers) as made:
+        decoder = task_decoder()
+        plan = sink.plan(
+            PART, 0, 5, decoder.columns, "INSERT INTO seen SELECT n, message_offset FROM batch", decoder=decoder
+        )
+        outcomes = [
+            task.run_range(plan, ("t", PART), made.range((aborted, PART), span(0, 5))).outcome for _ in range(2)
+        ]
     assert outcomes == ["applied", "already"]
     ((offset, log_end),) = sink.run("SELECT next_offset, log_end FROM consumer.offsets")
     # The marker may be written behind the message: the coordinator answers before.
@@ -189,18 +185,16 @@ def test_a_long_stretch_that_was_aborted_is_waited_for(between, aborted, monkeyp
     monkeypatch.setattr(reader, "_SETTINGS", {**reader._SETTINGS, **settings_})
     proxy.on(FETCH, delay_response(0.4), times=10_000)
     try:
-        made = RangeReader(settings(proxy.address, patience_seconds=1.0))
-        began = time.monotonic()
-        # The marker may be written behind the message: the coordinator answers before.
-        (offset,) = offsets(made.range((aborted, PART), span(0, 42)))
-        assert offset in {40, 41}
-        assert time.monotonic() - began > 1.5
-        made.close()
+        with opened_at(proxy.address, patience_seconds=1.0) as made:
+            began = time.monotonic()
+            # The marker may be written behind the message: the coordinator answers before.
+            (offset,) = offsets(made.range((aborted, PART), span(0, 42)))
+            assert offset in {40, 41}
+            assert time.monotonic() - began > 1.5
         monkeypatch.setattr(RangeReader, "_progress", lambda self, text: None)
-        made = RangeReader(settings(proxy.address, patience_seconds=1.0))
-        with pytest.raises(ConsumerUnavailable, match="came for 1 s"):
-            offsets(made.range((aborted, PART), span(0, 42)))
-        made.close()
+        with opened_at(proxy.address, patience_seconds=1.0) as made:
+            with pytest.raises(ConsumerUnavailable, match="came for 1 s"):
+                offsets(made.range((aborted, PART), span(0, 42)))
     finally:
         proxy.clear()
 
@@ -214,9 +208,8 @@ def test_the_proof_is_what_keeps_a_part_from_being_committed(between, sink, monk
     """Mutation: whatever comes first is taken for the end, as an iterator's end would be."""
     _, proxy, topic = between
     monkeypatch.setattr(reader._RangeProgress, "reach", reached_early)
-    made = RangeReader(settings(proxy.address))
-    apply(sink, made, topic)
-    made.close()
+    with opened_at(proxy.address) as made:
+        apply(sink, made, topic)
     assert not all_applied(sink)
     assert not nothing_applied(sink)
 
@@ -233,21 +226,19 @@ def test_a_reader_that_ends_early_commits_nothing(between, sink, monkeypatch):
                 return
 
     monkeypatch.setattr(RangeReader, "_read", early)
-    made = RangeReader(settings(proxy.address))
-    report = apply(sink, made, topic)
-    assert report["outcome"] == "cut"
-    assert f"the range ends at {MESSAGES}; nothing was committed" in report["detail"]
-    made.close()
+    with opened_at(proxy.address) as made:
+        report = apply(sink, made, topic)
+        assert report["outcome"] == "cut"
+        assert f"the range ends at {MESSAGES}; nothing was committed" in report["detail"]
     assert nothing_applied(sink)
 
 
 def test_messages_that_come_twice_are_not_applied_twice(between, sink, monkeypatch):
     _, proxy, topic = between
-    made = RangeReader(settings(proxy.address))
     take = reader._RangeProgress.take
     monkeypatch.setattr(reader._RangeProgress, "take", lambda self, messages: take(self, [*messages, *messages[-1:]]))
-    report = apply(sink, made, topic)
-    assert report["outcome"] == "cut"
-    assert "or a later one was to come" in report["detail"]
-    made.close()
+    with opened_at(proxy.address) as made:
+        report = apply(sink, made, topic)
+        assert report["outcome"] == "cut"
+        assert "or a later one was to come" in report["detail"]
     assert nothing_applied(sink)

@@ -47,8 +47,7 @@ def losses(group: ConsumerGroup) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("retried", [True, False])
 @pytest.mark.parametrize(
-    ("at", "called"),
-    [("given-up", None), ("moved", 0), ("confirmed", 0), ("third", 3), ("applied", SIZE)],
+    ("at", "called"), [("given-up", None), ("moved", 0), ("confirmed", 0), ("third", 3), ("applied", SIZE)]
 )
 def test_killed_at_each_step(group, at, called, retried):
     """Each message is called for at most once and in order; at most this range is lost, and recorded."""

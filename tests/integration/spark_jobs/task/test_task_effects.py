@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 import pyarrow as pa
 import pytest
-from consumer_group import COLUMNS, NOON, event_id
+from consumer_group import COLUMNS, event_id, rows_of
 from task_sink import EFFECT, Sink, outcomes, sink
 
 from outbox.consumer.letters import DeadLetter, DeadLetterStore
@@ -90,20 +90,13 @@ def lines(
 ) -> dict[str, Any]:
     """Apply messages as a transform leaves them that gives several rows for each: (offset, line)."""
     columns = {"line": "text", **(columns or {}), **{name: kind for name, kind in COLUMNS.items() if name != "n"}}
-    size = len(rows)
     made = sink.plan(0, 0, 100, **{"columns": columns, "effect": "SELECT 1", **plan})
-    batch = pa.RecordBatch.from_pydict(
-        {
-            **{name: [line for _, line in rows] for name in columns if not name.startswith("message_")},
-            "message_id": [event_id(offset) for offset, _ in rows],
-            "message_topic": ["t"] * size,
-            "message_part": pa.array([0] * size, pa.int32()),
-            "message_offset": pa.array([offset for offset, _ in rows], pa.int64()),
-            "message_key": ["k"] * size,
-            "message_type": ["x"] * size,
-            "message_time": pa.array([NOON] * size, pa.timestamp("us", "UTC")),
-            "message_tombstone": [line is None for _, line in rows],
-        }
+    batch = rows_of(
+        len(rows),
+        message_id=[event_id(offset) for offset, _ in rows],
+        message_offset=[offset for offset, _ in rows],
+        message_tombstone=[line is None for _, line in rows],
+        **{name: [line for _, line in rows] for name in columns if not name.startswith("message_")},
     )
     (report,) = task.run(made, in_memory([batch]))
     found: dict[str, Any] = report.to_pylist()[0]

@@ -1,4 +1,4 @@
-"""What ``outbox.consumer`` gives to others, and what it does not bring along."""
+"""What ``outbox.consumer`` gives to others, and what it and ``outbox.inbox`` do not bring along."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import outbox.consumer
 
-HEAVY = {"confluent_kafka", "numpy", "psycopg", "pyarrow", "pydantic", "pyspark", "sqlalchemy", "typer"}
+HEAVY = {"alembic", "confluent_kafka", "numpy", "psycopg", "pyarrow", "pydantic", "pyspark", "sqlalchemy", "typer"}
 
 
 def test_each_name_is_there_and_no_other():
@@ -23,7 +23,7 @@ def test_each_name_is_there_and_no_other():
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [
-        ("outbox.consumer", set()),
+        ("outbox.consumer, outbox.inbox", set()),
         ("outbox.consumer.groups, outbox.consumer.letters, outbox.consumer.retention", {"psycopg"}),
         ("outbox.consumer.kafka_admin, outbox.consumer.stalled", {"confluent_kafka"}),
     ],

@@ -31,10 +31,7 @@ def test_one_error_for_all_losses():
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (
-            TopicMissing("there is no topic a; create it, or name another with --topic", ["a"]),
-            "Kafka has no topic a",
-        ),
+        (TopicMissing("there is no topic a; create it, or name another with --topic", ["a"]), "Kafka has no topic a"),
         (NotAuthorized("Kafka: denied"), "Kafka, asked for topics and offsets: Kafka: denied"),
     ],
 )

@@ -103,13 +103,16 @@ def test_the_check_that_fails_names_what_stands_still(worker):
 
 
 def test_what_is_shown_and_does_not_count(worker):
-    worker.health.upkeep_waits("slot")
+    assert worker.health.upkeep_waits("slot") == 0.0
     worker.later(61.0)
     assert worker.failed(topics={"orders": "topic 'orders'\n does not exist"}) == [
         "[-]upkeep-slot failed: for 61 s (leaves it ready)",
         "[-]topic-orders failed: topic 'orders' does not exist (leaves it ready)",
     ]
-    assert worker.ready()
+    health = worker.health.look(worker.leases, worker.turned_at)
+    assert (health.ready, health.waits, health.upkeep) == (True, [], {"slot": 61.0})
+    worker.health.upkeep_goes_on("slot")
+    assert worker.failed() == []
 
 
 def test_a_relay_that_has_not_started_says_so(worker):
@@ -132,15 +135,6 @@ def test_the_control_loop_waits_with_its_reason_without_any_lane(worker):
     assert not worker.ready()
     worker.health.ticked(started=True)
     assert (worker.ready(), worker.waits()) == (True, [])
-
-
-def test_upkeep_that_fails_leaves_the_worker_ready(worker):
-    assert worker.health.upkeep_waits("slot") == 0.0
-    worker.later(2 * STANDING)
-    health = worker.health.look(worker.leases, worker.turned_at)
-    assert (health.ready, health.waits, health.upkeep) == (True, [], {"slot": 2 * STANDING})
-    worker.health.upkeep_goes_on("slot")
-    assert worker.health.look(worker.leases, worker.turned_at).upkeep == {}
 
 
 def test_the_control_loop_and_lanes_that_wait_for_the_same_are_one_wait(worker):

@@ -13,55 +13,37 @@ def distribution(held: dict[str, int], lanes: int, free: int | None = None) -> L
     return LaneDistribution(held=held, lanes=lanes, free=lanes - sum(held.values()) if free is None else free)
 
 
-def test_a_lone_relay_takes_every_lane():
-    assert next_step(distribution({"a": 0}, 4), "a") == 4
-
-
-def test_two_newcomers_leave_each_other_half():
-    assert next_step(distribution({"a": 0, "b": 0}, 4), "a") == 2
-
-
-def test_all_above_the_share_is_given_up_at_once():
-    assert next_step(distribution({"a": 4, "b": 0}, 4), "a") == -2
-    assert next_step(distribution({"a": 4, "b": 0}, 4), "b") == 0
-    assert next_step(distribution({"a": 256, "b": 0}, 256), "a") == -128
-    assert next_step(distribution({"a": 64, "b": 0, "c": 0}, 64), "a") == -42
-
-
-def test_among_equals_the_greatest_name_keeps_one_more():
-    held = {"a": 2, "b": 2, "c": 0}
-    steps = {name: next_step(distribution(held, 4), name) for name in held}
-    assert steps == {"a": -1, "b": 0, "c": 0}
-
-
-def test_shares_that_differ_by_one_are_even():
-    held = {"a": 1, "b": 2, "c": 1}
-    assert {name: next_step(distribution(held, 4), name) for name in held} == dict.fromkeys(held, 0)
-
-
-def test_a_free_lane_is_left_to_whoever_is_short():
-    held = {"a": 2, "b": 1, "c": 0}
-    assert next_step(distribution(held, 4), "a") == 0
-    assert next_step(distribution(held, 4), "b") == 0
-    assert next_step(distribution(held, 4), "c") == 1
-
-
-def test_the_odd_lane_is_one_relays_to_take():
-    held = {"a": 1, "b": 1, "c": 1}
-    steps = {name: next_step(distribution(held, 4), name) for name in held}
-    assert steps == {"a": 0, "b": 0, "c": 1}
-
-
-def test_more_relays_than_lanes():
-    assert next_step(distribution({"a": 1, "b": 0}, 1), "b") == 0
-    assert next_step(distribution({"a": 1, "b": 0}, 1), "a") == 0
-    held = {"a": 0, "b": 0}
-    assert {name: next_step(distribution(held, 1), name) for name in held} == {"a": 0, "b": 1}
+@pytest.mark.parametrize(
+    ("held", "lanes", "steps"),
+    [
+        pytest.param({"a": 0}, 4, {"a": 4}, id="a lone relay takes every lane"),
+        pytest.param({"a": 0, "b": 0}, 4, {"a": 2, "b": 2}, id="newcomers leave each other half"),
+        pytest.param({"a": 4, "b": 0}, 4, {"a": -2, "b": 0}, id="all above the share is given up at once"),
+        pytest.param({"a": 256, "b": 0}, 256, {"a": -128, "b": 0}, id="of many lanes too"),
+        pytest.param({"a": 64, "b": 0, "c": 0}, 64, {"a": -42, "b": 0, "c": 0}, id="with an odd lane"),
+        pytest.param({"a": 2, "b": 2, "c": 0}, 4, {"a": -1, "b": 0, "c": 0}, id="the greatest name keeps one more"),
+        pytest.param({"a": 1, "b": 2, "c": 1}, 4, {"a": 0, "b": 0, "c": 0}, id="shares that differ by one are even"),
+        pytest.param({"a": 2, "b": 1, "c": 0}, 4, {"a": 0, "b": 0, "c": 1}, id="a free lane is left to who is short"),
+        pytest.param({"a": 1, "b": 1, "c": 1}, 4, {"a": 0, "b": 0, "c": 1}, id="the odd lane is one relay's to take"),
+        pytest.param({"a": 1, "b": 0}, 1, {"a": 0, "b": 0}, id="more relays than lanes"),
+        pytest.param({"a": 0, "b": 0}, 1, {"a": 0, "b": 1}, id="more relays than lanes, and the lane is free"),
+    ],
+)
+def test_the_step_of_each_relay(held, lanes, steps):
+    assert {name: next_step(distribution(held, lanes), name) for name in held} == steps
 
 
 def test_no_more_is_taken_than_is_free():
     assert next_step(distribution({"a": 0, "b": 4}, 4), "a") == 0
     assert next_step(distribution({"a": 0, "b": 4}, 8, free=1), "a") == 1
+
+
+def start_with(wanted: list[int], lanes: int) -> dict[str, int]:
+    """Relays that hold what they want of the lanes, as far as these suffice."""
+    held: dict[str, int] = {}
+    for number, count in enumerate(wanted):
+        held[f"r{number}"] = min(count, lanes - sum(held.values()))
+    return held
 
 
 def act(held: dict[str, int], lanes: int, name: str) -> bool:
@@ -88,11 +70,7 @@ def even(held: dict[str, int], lanes: int) -> bool:
 )
 def test_any_start_settles_into_an_even_spread(lanes, start, order):
     """Relays act one at a time in any order; after three rounds the spread is even, and it stays."""
-    held: dict[str, int] = {}
-    left = lanes
-    for index, wanted in enumerate(start):
-        held[f"r{index}"] = min(wanted, left)
-        left -= held[f"r{index}"]
+    held = start_with(start, lanes)
     for _ in range(3):
         names = sorted(held)
         order.shuffle(names)
@@ -109,11 +87,7 @@ def test_any_start_settles_into_an_even_spread(lanes, start, order):
 )
 def test_relays_that_all_look_before_any_acts_settle_too(lanes, start, order):
     """Each has a distribution that is as old as a round: what somebody else has taken since is not free any more."""
-    held: dict[str, int] = {}
-    left = lanes
-    for index, wanted in enumerate(start):
-        held[f"r{index}"] = min(wanted, left)
-        left -= held[f"r{index}"]
+    held = start_with(start, lanes)
     for _ in range(4):
         seen = distribution(dict(held), lanes)
         names = sorted(held)

@@ -15,14 +15,7 @@ from relay.core import loop
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
 from relay.core.pauses import Pauses
-from relay.core.ports import (
-    Batches,
-    BatchRefused,
-    Failed,
-    LaneLost,
-    Sent,
-    Unavailable,
-)
+from relay.core.ports import Batches, BatchRefused, BrokerUnavailable, Failed, LaneLost, Sent, Unavailable
 
 __all__ = ["clock"]
 
@@ -120,14 +113,9 @@ def test_a_lane_that_waits_for_its_turn_is_not_one_that_fails_for_long(clock):
 
 def test_lanes_with_the_same_trouble_are_told_of_together():
     world = World({lane: [lane + 1] for lane in range(4)})
-    for lane in (1, 3):
-        world.broker.fail_join[lane] = [UnavailableAsEver("no leader")]
+    world.broker.fail_join = {lane: [BrokerUnavailable("no leader")] for lane in (1, 3)}
     world.run()
     assert world.watcher.seen[0] == "unavailable [1, 3] no leader"
-
-
-class UnavailableAsEver(Unavailable):
-    """One of an error's subclasses."""
 
 
 @pytest.mark.parametrize("where", ["fetching", "settling"])
@@ -163,8 +151,7 @@ def test_a_lost_lane_is_let_go_and_the_others_go_on():
     world.broker.script = [then_lose]
     world.table.on_wait = lambda lanes: world.stop.set() if not any(world.table.rows[n] for n in lanes) else None
     world.run()
-    gone = {entry.lease.lane: (entry.clean, entry.lost) for entry in world.held.take_let_go()}
-    assert gone == {0: (True, False), 1: (False, True), 2: (True, False)}
+    assert world.let_go() == {0: (True, False), 1: (False, True), 2: (True, False)}
     assert world.table.rows[1] == rows[1]
     assert (world.table.rows[0], world.table.rows[2]) == ([], [])
     assert all(1 not in turn for turn in world.broker.turns[1:])
@@ -176,7 +163,7 @@ def test_a_lane_that_is_lost_while_it_is_joined_is_let_go():
     world = World({0: [1], 1: []})
     world.broker.fail_join = {1: [LaneLost("epoch is over")]}
     world.run()
-    assert {entry.lease.lane: entry.lost for entry in world.held.take_let_go()} == {1: True, 0: False}
+    assert world.let_go() == {1: (False, True), 0: (True, False)}
     assert world.broker.log == [1]
 
 
@@ -195,9 +182,7 @@ def test_an_event_that_can_never_be_settled_is_sent_once_and_named_and_those_bef
     world.run()
     assert world.broker.log == [*range(1, 9), *range(101, 112)]
     assert world.table.rows == {0: list(range(6, 12)), 1: []}
-    assert set(map(str, stopped[1:-1])) == {
-        '([0], "event e6 is published, but can\'t be settled: [6] is too long")',
-    }
+    assert set(map(str, stopped[1:-1])) == {'([0], "event e6 is published, but can\'t be settled: [6] is too long")'}
     # A person sees to it, and the lane goes on by itself.
     world = World({0: list(range(1, 12)), 1: []}, settings=replace(SETTINGS, batch_size=8))
     world.table.stuck = {6}
@@ -282,8 +267,7 @@ def test_a_recalled_lane_whose_last_batch_can_not_be_settled_is_not_clean():
     world = World(spread(4, 1), recall)
     world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
     world.run()
-    gone = {entry.lease.lane: (entry.clean, entry.lost) for entry in world.held.take_let_go()}
-    assert gone == {0: (True, False), 1: (False, False), 2: (False, True), 3: (True, False)}
+    assert world.let_go() == {0: (True, False), 1: (False, False), 2: (False, True), 3: (True, False)}
 
 
 def test_a_lane_that_is_recalled_before_it_was_joined_is_not_clean():
@@ -295,25 +279,20 @@ def test_a_lane_that_is_recalled_before_it_was_joined_is_not_clean():
     assert world.clean() == {0: True, 1: False}
 
 
-def test_lanes_that_are_recalled_after_a_failure_are_not_clean():
-    """A transaction of the publisher that was thrown away may be open: whoever takes the lanes must fence it."""
+@pytest.mark.parametrize(
+    "outcome",
+    [lambda _: Failed(Unavailable("broker gone")), lambda batches: replace(all_of(batches), publisher_unusable=True)],
+    ids=["failure", "unusable"],
+)
+def test_a_lane_that_is_recalled_when_its_publisher_is_thrown_away_is_not_clean(outcome):
+    """A transaction of that publisher may be open: whoever takes the lane must fence it."""
 
-    def fail(batches: Batches) -> Sent:
+    def recall(batches: Batches) -> Sent:
         world.held.recall([1])
-        return Failed(Unavailable("broker gone"))
+        return outcome(batches)
 
-    world = World({0: [1], 1: [2]}, fail)
+    world = World({0: [1, 2, 3], 1: [4]}, recall)
     world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
-    world.run()
-    assert world.clean() == {0: True, 1: False}
-
-
-def test_a_lane_that_is_recalled_while_its_publisher_is_replaced_is_not_clean():
-    def renew(batches: Batches) -> Sent:
-        world.held.recall([1])
-        return replace(all_of(batches), publisher_unusable=True)
-
-    world = World({0: [1, 2, 3], 1: [4]}, renew)
     world.run()
     assert world.clean() == {0: True, 1: False}
 
@@ -336,8 +315,7 @@ def test_a_lane_that_is_recalled_while_a_server_is_away_is_settled_before_it_is_
     world.run()
     assert world.table.rows == {0: [], 1: [2, 4, 6] if lost else [6]}
     assert in_order(world, {0: rows[0], 1: [2, 4]})
-    gone = {entry.lease.lane: (entry.clean, entry.lost) for entry in world.held.take_let_go()}
-    assert gone == {0: (True, False), 1: (False, lost)}
+    assert world.let_go() == {0: (True, False), 1: (False, lost)}
 
 
 def test_lanes_that_are_asked_back_are_not_kept_for_ever_to_be_settled(monkeypatch):

@@ -147,8 +147,7 @@ def test_a_refused_event_is_handed_to_the_source_and_the_lanes_live_on():
             }
         )
 
-    world = World({0: [1, 2, 3], 1: [4]}, refuse)
-    world.run()
+    world = World({0: [1, 2, 3], 1: [4]}, refuse).run()
     assert world.broker.log == [1, 4, 3]
     assert world.watcher.seen == ["refused 0/2 too large", "published 2", "published 1"]
     assert (world.table.left, world.table.refused) == ([], [2])
@@ -343,8 +342,7 @@ def slow(most: int) -> Step:
 
 def test_a_turn_that_is_late_is_halved_until_it_fits_and_grows_again():
     rows = spread(2, 300)
-    world = World(rows, *[slow(8)] * 4, settings=replace(SETTINGS, batch_size=32))
-    world.run()
+    world = World(rows, *[slow(8)] * 4, settings=replace(SETTINGS, batch_size=32)).run()
     sizes = [max(map(len, turn.values())) for turn in world.broker.turns]
     assert sizes[:5] == [32, 16, 8, 4, 4]
     # Doubled after some clean turns, not at once.
@@ -358,8 +356,7 @@ def test_a_turn_that_is_late_with_one_event_of_each_lane_is_one_of_fewer_lanes()
     rows = spread(16, 60)
     # The last lanes have nothing, which says nothing about those that wait for their turn.
     rows |= {lane: [] for lane in range(16, 64)}
-    world = World(rows, *[slow(2)] * 60, settings=replace(SETTINGS, batch_size=16))
-    world.run()
+    world = World(rows, *[slow(2)] * 60, settings=replace(SETTINGS, batch_size=16)).run()
     lanes = [len(turn) for turn in world.broker.turns]
     assert lanes[:6] == [16, 16, 8, 4, 2, 2]
     # All have their turns: the first events of all lanes come before the third of any, though it takes 8 turns.
@@ -440,7 +437,9 @@ def test_a_suspected_lane_without_events_does_not_hold_up_its_group():
     assert 1 in read
 
 
-def test_retried_events_whose_lease_would_not_outlast_a_second_publish_go_with_the_others_next_time(monkeypatch):
+@pytest.fixture
+def lane_0_is_retried(monkeypatch):
+    """All events of lane 0 have been refused before."""
     real = OneSource.fetch
 
     def fetch(self: OneSource, limits: Any) -> Any:
@@ -448,6 +447,10 @@ def test_retried_events_whose_lease_would_not_outlast_a_second_publish_go_with_t
         return replace(fetched, retried=[0] if 0 in fetched.batches else [])
 
     monkeypatch.setattr(OneSource, "fetch", fetch)
+
+
+@pytest.mark.usefixtures("lane_0_is_retried")
+def test_retried_events_whose_lease_would_not_outlast_a_second_publish_go_with_the_others_next_time():
     rows = spread(2, 20)
     world = World(rows, settings=replace(SETTINGS, batch_size=4, delivery_seconds=5.0))
 
@@ -462,16 +465,10 @@ def test_retried_events_whose_lease_would_not_outlast_a_second_publish_go_with_t
     assert in_order(world, rows)
 
 
-def test_a_retried_event_that_is_not_answered_goes_with_the_others_next_time(monkeypatch):
+@pytest.mark.usefixtures("lane_0_is_retried")
+def test_a_retried_event_that_is_not_answered_goes_with_the_others_next_time():
     """By itself, a topic that is silent can't be told from a slow broker; and it does not make the turns smaller."""
     rows = spread(2, 60)
-    real = OneSource.fetch
-
-    def fetch(self: OneSource, limits: Any) -> Any:
-        fetched = real(self, limits)
-        return replace(fetched, retried=[0] if 0 in fetched.batches else [])
-
-    monkeypatch.setattr(OneSource, "fetch", fetch)
 
     def publish(batches: Batches) -> Sent:
         return Failed(DeliveryTimeout("no acknowledgement within 4 s")) if batches.keys() == {0} else all_of(batches)

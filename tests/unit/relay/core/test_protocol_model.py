@@ -179,10 +179,7 @@ def test_random_runs(machine: type[Protocol]) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
-            stateful_step_count=40,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
+            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -49,3 +49,12 @@ def test_a_key_is_of_one_source_and_aggregate_type_in_each_set(which, more):
         for source in ("/shop", "/bank")
     }
     assert len(ids) == 4
+
+
+@pytest.mark.parametrize("which", HeaderSet)
+def test_each_set_has_a_subject_that_is_not_the_aggregates_id(which):
+    def subjects(claim: Claim) -> list[object]:
+        return [value for name, value in message_headers(claim, "/shop", which) if name == "ce_subject"]
+
+    assert subjects(CLAIM._replace(headers={"ce_subject": "order-1"})) == ["order-1"]
+    assert subjects(CLAIM) == ([] if which is HeaderSet.DEBEZIUM else ["key"])

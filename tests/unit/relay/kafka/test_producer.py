@@ -12,16 +12,14 @@ from typing import Any, ClassVar, cast
 import psycopg
 import pytest
 from confluent_kafka import KafkaError, KafkaException
-from sender_support import OPTIONS, AllThere, claim, events, soon
+from sender_support import OPTIONS, AllThere, claim, events, new_sender, soon
 
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.urls import display_url
-from relay.config import load, producer_options
 from relay.core.ports import BatchRefused, BrokerUnavailable, Claim, DeliveryTimeout, IdBusy, TopicUnusable, Unavailable
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import client, fencing
-from relay.kafka.producer import BatchProducer, Sending
-from relay.kafka.routing import Router
+from relay.kafka.producer import BatchProducer
 from relay.kafka.topics import Topics
 
 
@@ -30,7 +28,7 @@ def test_a_sender_that_was_closed_is_gone_and_its_producer_with_it():
     topics = Topics(OPTIONS, create=False)
     gc.disable()
     try:
-        sender = BatchProducer(Sending(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop", 60.0))
+        sender = new_sender(topics)
         sender.send({}, soon())
         gone = weakref.ref(sender)
         sender.close()
@@ -38,12 +36,6 @@ def test_a_sender_that_was_closed_is_gone_and_its_producer_with_it():
         assert gone() is None
     finally:
         gc.enable()
-
-
-def new_sender(router: Router | None = None, **options: str) -> BatchProducer:
-    """A sender to a broker that is not there."""
-    known = producer_options(load(kafka={**OPTIONS, **options}))
-    return BatchProducer(Sending(known, router or Router(), AllThere(OPTIONS, create=False), "/shop", 60.0))
 
 
 def failure_of(count: int, *, late: bool) -> Unavailable:
@@ -185,12 +177,9 @@ def test_what_the_broker_says_of_a_topic_is_the_topics_state_and_blames_no_lane(
 
 
 def test_a_refused_event_holds_up_its_key_in_its_lane_and_no_other():
-    sender = new_sender(**{"message.max.bytes": "2000"})
+    sender = new_sender(kafka={"message.max.bytes": "2000"})
     large = claim(0, 2, key="a", value=b"x" * 3000)
-    turn = {
-        0: [claim(0, 1), large, claim(0, 3, key="a"), claim(0, 4, key="b")],
-        1: [claim(1, 101, key="c")],
-    }
+    turn = {0: [claim(0, 1), large, claim(0, 3, key="a"), claim(0, 4, key="b")], 1: [claim(1, 101, key="c")]}
     sender.send(turn, soon())
     assert {lane: [item.position for item in sent] for lane, sent in sender.sent.items()} == {0: [1, 4], 1: [101]}
     [(item, reason)] = sender.refused[0]
@@ -215,8 +204,7 @@ class OneMissing(AllThere):
 
 
 def test_events_of_a_topic_that_is_not_there_are_left_out_with_their_key_and_the_lane_says_so():
-    options = producer_options(load(kafka=OPTIONS))
-    sender = BatchProducer(Sending(options, Router(), OneMissing(OPTIONS, create=False), "/shop", 60.0))
+    sender = new_sender(OneMissing(OPTIONS, create=False))
     turn = {
         0: [claim(0, 1), claim(0, 2, "Invoice"), claim(0, 3), claim(0, 4, "Invoice", key="other")],
         1: [claim(1, 101)],
@@ -366,7 +354,6 @@ def test_a_producer_asks_for_each_topic_before_it_writes_to_it(away: bool):
         known.add(topic)
         wanted.append(topic)
     assert asked.log == wanted
-    sender.producer = asked.producer
     sender.close()
 
 
@@ -387,19 +374,15 @@ def test_slow_answers_about_many_new_topics_take_a_part_of_a_turn(monkeypatch, a
     assert clock[0] <= 1.01
     assert asked.log[0].startswith("ask ")
     assert len([each for each in asked.log if not each.startswith("ask ")]) == 50
-    sender.producer = asked.producer
     sender.close()
 
 
 def test_an_at_most_once_producer_asks_for_no_topic_because_the_leases_run_out_meanwhile():
     """The rows are deleted by then: what can't be sent within the lease is lost."""
-    options = producer_options(load(kafka=OPTIONS))
-    topics = AllThere(OPTIONS, create=False)
-    sender = BatchProducer(Sending(options, Router(), topics, "/shop", 60.0, at_most_once=True))
+    sender = new_sender(at_most_once=True)
     asked = sender.producer = Asked(sender.producer)
     sender.send({0: [claim(0, 1), claim(0, 2, "Bill")]}, soon())
     assert asked.log == ["order-events", "bill-events"]
-    sender.producer = asked.producer
     sender.close()
 
 
@@ -437,56 +420,52 @@ class FencingClient:
         self.asked.append("purge")
 
 
+@pytest.fixture
+def fencing_client(monkeypatch) -> type[FencingClient]:
+    for name, value in {"made": [], "busy": 0, "connects_at": 0.0, "clock": 0.0}.items():
+        monkeypatch.setattr(FencingClient, name, value)
+    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: FencingClient.clock))
+    return FencingClient
+
+
 @pytest.mark.parametrize("busy", [0, 2, 1000])
 def test_an_id_that_is_busy_is_fenced_by_a_new_client_because_one_asks_again_only_half_a_second_later(
-    monkeypatch, busy: int
+    fencing_client, busy: int
 ):
-    clock = [0.0]
-    monkeypatch.setattr(FencingClient, "made", [])
-    monkeypatch.setattr(FencingClient, "busy", busy)
-    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
-    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: clock.append(clock[-1] + 0.3) or clock[-1]))
+    fencing_client.busy = busy
     if busy > 100:
         with pytest.raises(IdBusy, match="can't be ended yet"):
             fencing.fence(OPTIONS, "id")
         # Twice as long each time: few clients until it is given up.
-        assert [each.asked[2] for each in FencingClient.made][:4] == ["init 0.1", "init 0.2", "init 0.4", "init 0.8"]
-        assert len(FencingClient.made) < 10
+        assert [each.asked[2] for each in fencing_client.made][:4] == ["init 0.1", "init 0.2", "init 0.4", "init 0.8"]
+        assert len(fencing_client.made) < 10
         return
     fencing.fence(OPTIONS, "id")
-    assert len(FencingClient.made) == busy + 1
+    assert len(fencing_client.made) == busy + 1
     # The first answer may come over a connection that ends with it.
-    assert all(each.asked[:2] == ["metadata", "metadata"] for each in FencingClient.made)
-    assert all(each.asked[-1] == "purge" for each in FencingClient.made)
+    assert all(each.asked[:2] == ["metadata", "metadata"] for each in fencing_client.made)
+    assert all(each.asked[-1] == "purge" for each in fencing_client.made)
 
 
 @pytest.mark.parametrize("busy", [1, 1000])
 @pytest.mark.parametrize("connects_at", [1.0, 5.0])
-def test_an_id_that_is_busy_is_not_waited_for_longer_because_connecting_took_long(monkeypatch, busy, connects_at):
+def test_an_id_that_is_busy_is_not_waited_for_longer_because_connecting_took_long(fencing_client, busy, connects_at):
     """Each of the lanes that name it would keep the worker's other lanes waiting for ten seconds."""
-    monkeypatch.setattr(FencingClient, "made", [])
-    monkeypatch.setattr(FencingClient, "busy", busy)
-    monkeypatch.setattr(FencingClient, "connects_at", connects_at)
-    monkeypatch.setattr(FencingClient, "clock", 0.0)
-    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
-    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: FencingClient.clock))
+    fencing_client.busy, fencing_client.connects_at = busy, connects_at
     if busy > 1:
         with pytest.raises(IdBusy, match="can't be ended yet"):
             fencing.fence(OPTIONS, "id")
     else:
         # The first answer for an id with an open transaction is that it is busy: it is aborted from then on.
         fencing.fence(OPTIONS, "id")
-        assert len(FencingClient.made) == 2
-    assert FencingClient.clock < connects_at + 4.0
+        assert len(fencing_client.made) == 2
+    assert fencing_client.clock < connects_at + 4.0
 
 
-def test_a_coordinator_that_does_not_answer_is_waited_for_as_long_as_it_may_take(monkeypatch):
-    monkeypatch.setattr(FencingClient, "made", [])
-    monkeypatch.setattr(FencingClient, "connects_at", 1000.0)
-    monkeypatch.setattr(FencingClient, "clock", 0.0)
-    monkeypatch.setattr(fencing, "ShortLivedProducer", FencingClient)
-    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: FencingClient.clock))
+def test_a_coordinator_that_does_not_answer_is_waited_for_as_long_as_it_may_take(fencing_client):
+    fencing_client.connects_at = 1000.0
     with pytest.raises(Unavailable, match="did not answer within 10 s") as caught:
         fencing.fence(OPTIONS, "id")
     assert not isinstance(caught.value, IdBusy)
-    assert FencingClient.clock == pytest.approx(10.0)
+    assert fencing_client.clock == pytest.approx(10.0)

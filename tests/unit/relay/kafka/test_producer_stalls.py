@@ -8,12 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from sender_support import OPTIONS, AllThere, claim, soon
+from sender_support import OPTIONS, AllThere, claim, new_sender, soon
 
-from relay.config import load, producer_options
 from relay.core.ports import DeliveryTimeout, TopicUnusable, Unavailable
-from relay.kafka.producer import BatchProducer, Sending
-from relay.kafka.routing import Router
+from relay.kafka.producer import BatchProducer
 from relay.kafka.topics import Topics, Unanswered
 
 
@@ -34,7 +32,7 @@ class Looked(AllThere):
 
 def late_turn(topics: Topics, acknowledged: Collection[int]) -> tuple[BatchProducer, Unavailable]:
     """A turn of events 1 to 3 of Order and 4 to 6 of Invoice, of which only these were acknowledged in time."""
-    sender = BatchProducer(Sending(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop", 60.0))
+    sender = new_sender(topics)
     sender.send({0: [claim(0, n, "Order" if n < 4 else "Invoice") for n in range(1, 7)]}, soon())
     sender.drain(time.monotonic())
     for position in acknowledged:
@@ -142,7 +140,7 @@ def test_an_attempt_says_nothing_of_the_topics_beside_it():
     late_turn(topics, [1, 2, 3])
     topics.now = 1.0
     assert topics.paused() == frozenset()
-    sender = BatchProducer(Sending(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop", 60.0))
+    sender = new_sender(topics)
     sender.send({0: [claim(0, n, kind) for n, kind in enumerate(["Order", "Invoice", "Refund"], 1)]}, soon())
     sender.drain(time.monotonic())
     del sender._failed[3]
@@ -158,7 +156,7 @@ def test_a_turn_with_a_stalled_topic_ends_early():
     topics = Looked()
     late_turn(topics, [1, 2, 3])
     topics.now = 1.0
-    sender = BatchProducer(Sending(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop", 60.0))
+    sender = new_sender(topics)
     sender.send({0: [claim(0, 1, "Invoice")]}, soon())
     started = time.monotonic()
     sender.drain(soon())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relay.config import load
-from relay.operations.doctor.transport import check_transport
+from relay.operations.doctor import check_transport
 
 LOCAL = {"kafka": {"bootstrap.servers": "127.0.0.1:1"}, "database_url": "postgresql://u@127.0.0.1/db"}
 

@@ -1,12 +1,14 @@
-"""The columns that each kind of role of `outbox db roles` has rights on."""
+"""`outbox db roles`: the columns that each kind of role has rights on, and what is refused without a database."""
 
 from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+from typer.testing import CliRunner
 
 from outbox.consumer.tables import consumer_tables
 from outbox.tables import outbox_tables
+from relay.cli.app import app
 from relay.operations.roles import COLUMNS, EVENT_COLUMNS, RoleKind
 
 
@@ -41,3 +43,28 @@ def test_the_columns_of_a_kind_are_all_but_these(kind: RoleKind, table: str, lef
     [columns] = [columns for _, name, columns in COLUMNS[kind] if name == table]
     assert set(getattr(tables, table).columns.keys()) - set(columns) == left_out
     assert set(EVENT_COLUMNS) >= {"payload", "headers"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["writer"], "'writer' must be KIND=ROLE, with a kind of writer, relay, operator, page, consumer"),
+        (["reader=x"], "'reader=x' must be KIND=ROLE"),
+        (["writer="], "'' can't be the name of a role"),
+        ([f"writer={'x' * 64}"], "can't be the name of a role"),
+        (["writer=$outbox$"], "can't be the name of a role"),
+        (["writer=a", "--aggregate-type", "a"], "must be ROLE=TYPE"),
+        (["writer=a", "--aggregate-type", "a="], "must be ROLE=TYPE"),
+        (["writer=a", "--aggregate-type", "b=Order"], "name writer=b as well"),
+        (["writer=a", "relay=a", "--aggregate-type", "a=Order"], "no other kind of the outbox's schema but canceller"),
+        (["writer=public", "--aggregate-type", "public=Order"], "public means every role"),
+        (["writer=rights decide", "--aggregate-type", "rights decide=Order"], "can't be limited"),
+    ],
+)
+def test_what_can_not_be_granted_is_one_line(arguments: list[str], shown: str) -> None:
+    url = "postgresql://127.0.0.1:1/nowhere"
+    done = CliRunner().invoke(app, ["db", "roles", *arguments, "--apply"], env={"OUTBOX_DATABASE_URL": url})
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("outbox: ")
+    assert shown in done.stderr
+    assert done.stderr.count("\n") == 1

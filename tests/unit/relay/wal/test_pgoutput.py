@@ -33,11 +33,6 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize(("data", "expected"), BY_HAND.values(), ids=BY_HAND.keys())
-def test_each_kind_by_hand(data, expected):
-    assert decode(data) == expected
-
-
 @pytest.mark.parametrize(
     "data",
     [

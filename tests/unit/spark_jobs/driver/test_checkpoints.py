@@ -27,16 +27,9 @@ def decided(stored: Stored | None, one: Batch, **given: object) -> str:
     return decide("g", stored, one, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("stored", "one"),
-    [(None, batch(0, "zero", None)), (HERE, batch(6, "six", "five"))],
-    ids=["the first", "the next"],
-)
-def test_what_follows_is_applied(stored, one):
-    assert decided(stored, one) == "apply"
-
-
-def test_what_is_there_is_not_applied_again():
+def test_what_follows_is_applied_and_what_is_there_is_not_applied_again():
+    assert decided(None, batch(0, "zero", None)) == "apply"
+    assert decided(HERE, batch(6, "six", "five")) == "apply"
     assert decided(HERE, batch(5, "five", "four")) == "applied"
     # Whatever else is declared.
     assert decided(HERE, batch(5, "five", None), accept=HERE.state, ids=True, from_beginning=True) == "applied"
@@ -112,8 +105,7 @@ def test_an_unknown_form_of_the_log_is_no_proof(text):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("schema", "a int"), ("types", ["a"]), ("keep_order", True), ("start", "latest")],
+    ("name", "value"), [("schema", "a int"), ("types", ["a"]), ("keep_order", True), ("start", "latest")]
 )
 def test_what_is_about_messages_of_kafka_is_refused(name, value):
     job = ConsumerJob("g", effect="SELECT 1", **{name: value})

@@ -233,23 +233,6 @@ def test_every_partition_that_waits_is_read_within_a_rotation(waiting, grows, re
     assert all(number - since < bound for since in waits_since.values())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"group": ""},
-        {"topics": "orders"},
-        {"topics": ["a", "a"]},
-        {"topics": ["a b"]},
-        {"effect": " "},
-        {"effect": 5},
-        {"schema": " "},
-    ],
-)
-def test_a_job_that_can_not_work_is_refused(changes):
-    with pytest.raises(JobError, match=next(iter(changes))):
-        ConsumerJob(**{"group": "g", "topics": ["t"], "effect": "SELECT 1"} | changes)
-
-
 def test_jobs_are_found_by_name():
     assert find_job("spark_jobs.order_totals:job").group == "order-totals"
     for spec in ("spark_jobs.order_totals", "nowhere:job", "spark_jobs.order_totals:ConsumerJob", ":job"):

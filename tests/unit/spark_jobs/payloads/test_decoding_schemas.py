@@ -215,12 +215,13 @@ PROTOBUF_FIELD = protobuf_payload.Plan(
 
 def test_protobuf_times_enums_and_unknown_fields():
     plan = Protobuf(descriptor=descriptor_pb2.FieldDescriptorProto)
-    place = plan.task_plan()[0].fieldNames().index("label")
+    fields, reading = plan.task_plan()
+    place = fields.fieldNames().index("label")
     message = descriptor_pb2.FieldDescriptorProto(name="x", label=3).SerializeToString()
-    reader = plan._plan()
+    reader = reading()
     assert reader(message, None)[place] == "LABEL_REPEATED"
     assert reader(b"", None)[place] is None
-    strict = Protobuf(descriptor=descriptor_pb2.FieldDescriptorProto, unknown="dead-letter")._plan()
+    strict = Protobuf(descriptor=descriptor_pb2.FieldDescriptorProto, unknown="dead-letter").task_plan()[1]()
     extra = b"\xf8\x07\x01"
     assert reader(message + extra, None) == reader(message, None)
     with pytest.raises(Problem, match="field number 127: is not in the job's descriptor"):

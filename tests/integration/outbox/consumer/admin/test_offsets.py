@@ -69,7 +69,7 @@ def test_retention_that_was_faster_is_recorded_once_grows_and_is_accepted(driver
     assert driver.losses()[1:] == [(0, "retention", 10, 12, False)]
 
 
-def test_a_hundred_thousand_messages_that_were_given_up_do_not_hide_what_halts_the_group(driver):
+def test_thousands_of_messages_that_were_given_up_do_not_hide_what_halts_the_group(driver):
     driver.send(0, 10)
     driver.meet()
     driver.read(0, 2)
@@ -77,15 +77,15 @@ def test_a_hundred_thousand_messages_that_were_given_up_do_not_hide_what_halts_t
     driver.rows(
         "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
         "SELECT grp, topic, topic_id, 0, n, n + 1, 'given-up', 'why' "
-        "FROM consumer.offsets, generate_series(1000000, 1099999) n WHERE part = 0",
+        "FROM consumer.offsets, generate_series(1000000, 1004999) n WHERE part = 0",
         result=False,
     )
     with pytest.raises(DataLost):
         driver.look()
     [group], _ = driver.offsets().show(GROUP)
-    assert (group.open_losses, len(group.losses), group.losses[0]["kind"]) == (100_001, SHOWN_LOSSES, "retention")
+    assert (group.open_losses, len(group.losses), group.losses[0]["kind"]) == (5_001, SHOWN_LOSSES, "retention")
     shown = driver.command("show", "--group", GROUP).stdout
-    assert "and 99,001 losses more" in shown
+    assert "and 4,001 losses more" in shown
     # Their topics come behind all that is shown.
     others = [f"{driver.topic}-{end}" for end in "zy"]
     driver.rows(
@@ -99,15 +99,15 @@ def test_a_hundred_thousand_messages_that_were_given_up_do_not_hide_what_halts_t
     assert re.findall(r"--topic (\S+) --to loss", shown) == [driver.topic, *sorted(others)]
     assert {loss["topic"] for loss in driver.offsets().show(GROUP)[0][0].losses} == {driver.topic}
     [group], _ = driver.offsets().show(GROUP, losses=0)
-    assert (group.open_losses, group.losses, group.lost_topics) == (100_003, [], [driver.topic, *sorted(others)])
+    assert (group.open_losses, group.losses, group.lost_topics) == (5_003, [], [driver.topic, *sorted(others)])
     for topic in others:
         driver.offsets().forget(GROUP, topic, "why")
     offsets = driver.offsets()
     [state], _, _ = status.look(offsets._connection, "consumer", offsets._kafka)
-    assert state.losses == 100_001
+    assert state.losses == 5_001
     moved = driver.offsets().reset(GROUP, driver.topic, "loss", "counted")
-    assert (len(moved.accepted), driver.positions()[0]) == (100_001, 7)
-    assert driver.audit()[-1][2]["losses"] == 100_001
+    assert (len(moved.accepted), driver.positions()[0]) == (5_001, 7)
+    assert driver.audit()[-1][2]["losses"] == 5_001
     [group], _ = driver.offsets().show(GROUP)
     assert (group.open_losses, group.losses) == (0, [])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-import relay.kafka.first_contact
+import relay.kafka.client
 from relay.config import load
 from relay.wiring import build
 
@@ -29,7 +29,7 @@ def test_the_address_and_the_reason_are_logged_once_and_at_once(brokers, why, mo
         said.append((values, time.monotonic() - began))
         stop.set()
 
-    monkeypatch.setattr(relay.kafka.first_contact.log, "warning", warning)
+    monkeypatch.setattr(relay.kafka.client.log, "warning", warning)
     supervisor = build(load(database_url="postgresql://127.0.0.1:1/x", kafka={"bootstrap.servers": brokers}))
     began = time.monotonic()
     watchdog = threading.Timer(30, stop.set)
