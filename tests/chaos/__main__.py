@@ -130,7 +130,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--traces",
         action="store_true",
-        help="relays record their steps, which must be behaviours of the specification; only polling, without operators",
+        help="relays record their steps, and the specification must explain them; only polling, without operators",
     )
     parser.add_argument("--mutation", default="none", help="of tests/support/mutant.py: is it found? Not in the table")
     parser.add_argument("--show", action="store_true", help="print the courses and run nothing")

@@ -85,10 +85,10 @@ class Relays:
         course: Course,
         settings: dict[str, Any],
         mutation: str = "none",
-        env: Mapping[str, str] = MappingProxyType({}),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._factory = factory
-        self._env = env
+        self._env = dict(env or {})
         self._program = program(mutation)
         self._course = course
         self._settings = dict(settings)

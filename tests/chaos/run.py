@@ -19,7 +19,7 @@ from chaos.audit import compare_with_audit
 from chaos.checker import EXACTLY_ONCE, RepeatBound, Verdict, check
 from chaos.course import KIND_NAMES, Course
 from chaos.faults import RelayHand, Relays, ServerHand, bound_of
-from chaos.history import Committed, EventIds, History, Message
+from chaos.history import Committed, EventIds, History, Message, Place
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all, to_message
@@ -141,7 +141,7 @@ class _Run:
         self.mutation = mutation
         self.stage = Stage(course, site, opened)
         self.steps = folder / "steps.jsonl"
-        self.seen: list[str] = []
+        self.seen: dict[Place, list[str]] = {}
 
     def carry_out(self) -> Result:
         course, seconds = self.course, self.course.configuration.seconds
@@ -197,7 +197,8 @@ class _Run:
             moved = any(name.startswith(("retry", "partitions")) for name in operators.outcomes)
             compare_with_audit(self.stage, result.verdict, bound, sure=not moved)
         if course.configuration.traces:
-            result.explained = compare_with_specification(self.steps, self.seen, result.verdict)
+            delivery = course.configuration.delivery
+            result.explained = compare_with_specification(self.steps, delivery, self.seen, result.verdict)
         if not result.sound:
             result.standing = _standing(relays)
         result.notes = _notes(relays)
@@ -238,7 +239,8 @@ class _Run:
         def taken() -> Iterator[Message]:
             for message in read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], take):
                 if message.event is not None:
-                    self.seen.append(str(stage.ids.id_of(message.event)))
+                    place = message.topic, message.partition
+                    self.seen.setdefault(place, []).append(str(stage.ids.id_of(message.event)))
                 yield message
 
         with psycopg.connect(stage.url) as connection:

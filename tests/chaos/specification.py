@@ -1,48 +1,56 @@
 """The steps that the relays of a run have recorded, compared by TLC with the specification of their protocol.
 
-A lane's steps take TLC seconds if they are a few dozen, and far longer if they are thousands. So the lanes with the most
-changes of hands are compared, of those that are short, and of which nothing was refused: the specification of a trace
-knows no refusals.
+TLC takes seconds for a few dozen steps, and far longer for thousands. So those lanes are compared that changed hands
+most and in which nothing was refused (the specification of a trace knows no refusals), and of these what is short.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 import traces
 
 from chaos.checker import Verdict
+from chaos.history import Place
 
-_LANES: Final = 12
-_EVENTS: Final = 150
+_LANES: Final = {"at-least-once": 4, "exactly-once": 12}
+"""How many lanes are compared. At-least-once, each of a lane's partitions is compared."""
+_EVENTS: Final = 40
 
 
-def compare_with_specification(file: Path, seen: Iterable[str], verdict: Verdict) -> dict[str, int]:
-    """Add to the verdict what the specification does not allow. Return how many lanes, processes and steps it explains.
+def compare_with_specification(
+    file: Path, delivery: str, seen: Mapping[Place, list[str]], verdict: Verdict
+) -> dict[str, int]:
+    """Add to the verdict what the specification does not allow. Return how much of lanes, holders, steps it explains.
 
-    ``seen``: the event ids on Kafka, each partition's in order.
+    ``seen``: the event ids on Kafka, in order.
     """
-    lines, seen = traces.load(file), list(seen)
-    import json; (file.parent / "seen.json").write_text(json.dumps(seen)); return {}
+    lines = traces.load(file)
     refused = {line["lane"] for line in lines if line["step"] == "refused"}
-    events: Counter[int] = Counter()
-    takers: dict[int, set[str]] = {}
+    holders: dict[int, set[str]] = {}
     for line in lines:
-        if line["step"] == "read":
-            events[line["lane"]] += len(line["ids"])
-            takers.setdefault(line["lane"], set()).add(line["relay"])
-    short = [lane for lane, count in events.items() if count <= _EVENTS and lane not in refused]
+        if line["step"] == "read" and line["lane"] not in refused:
+            holders.setdefault(line["lane"], set()).add(line["relay"])
+    places = {event: place for place, events in seen.items() for event in events}
     explained: Counter[str] = Counter()
-    for lane in sorted(short, key=lambda lane: len(takers[lane]), reverse=True)[:_LANES]:
-        try:
-            steps = traces.check(lines, lane, seen)
-        except traces.NotExplained as error:
-            verdict.found("unexplained", str(error))
+    for lane in sorted(holders, key=lambda lane: len(holders[lane]), reverse=True):
+        if explained["lanes"] == _LANES[delivery]:
+            break
+        if delivery == "at-least-once":
+            parts = [(part, seen[place]) for place, part in traces.partitions(lines, lane, places).items()]
         else:
-            explained.update(lanes=1, holders=len(takers[lane]), steps=steps)
-    if not explained and not verdict.counts:
-        verdict.found("unexplained", f"no lane of {len(events)} is short enough and without refusals")
+            parts = [(lines, [event for events in seen.values() for event in events])]
+        short = [(part, events) for part, events in parts if traces.events(part, lane) <= _EVENTS]
+        for part, events in short:
+            try:
+                explained["steps"] += traces.check(part, lane, events)
+            except traces.NotExplained as error:
+                verdict.found("unexplained", str(error))
+        if short:
+            explained.update(lanes=1, holders=len(holders[lane]))
+    if not explained["steps"] and "unexplained" not in verdict.counts:
+        verdict.found("unexplained", "nothing is short enough and without refusals")
     return dict(explained)
