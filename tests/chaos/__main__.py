@@ -38,8 +38,18 @@ from chaos.stage import KafkaSite  # noqa: E402
 def main() -> int:
     """Run what the arguments choose."""
     given = _arguments()
+    if given.traces:
+        given.source = ["polling"]
     configurations = [
-        Configuration(source, delivery, brokers, given.seconds, operators=given.operators, consumers=given.consumers)
+        Configuration(
+            source,
+            delivery,
+            brokers,
+            given.seconds,
+            operators=given.operators and not given.traces,
+            consumers=given.consumers,
+            traces=given.traces,
+        )
         for brokers, source, delivery in product(given.brokers, given.source, given.delivery)
     ]
     courses = [course_of(seed, each) for each in configurations for seed in given.seeds]
@@ -116,6 +126,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--consumers", choices=("inbox", "spark"), default="inbox", help="who applies the events; Spark takes a core"
+    )
+    parser.add_argument(
+        "--traces",
+        action="store_true",
+        help="relays record their steps, and the specification must explain them; only polling, without operators",
     )
     parser.add_argument("--mutation", default="none", help="of tests/support/mutant.py: is it found? Not in the table")
     parser.add_argument("--show", action="store_true", help="print the courses and run nothing")

@@ -22,6 +22,7 @@
 | misapplied      | –                      | an effect of a message that is not there                             |
 | applied_late    | nonmonotonic-poll      | an effect behind that of a later message of its partition, or key    |
 | audit           | –                      | `outbox audit` says something else                                   |
+| unexplained     | –                      | the specification allows no such steps of the relays                 |
 
 Not there, because a group's position moves with its effects: poll-skip, and the anomalies of a consumer that commits
 elsewhere.
@@ -82,6 +83,7 @@ ANOMALIES: Final = (
     "misapplied",
     "applied_late",
     "audit",
+    "unexplained",
 )
 
 _EXAMPLES: Final = 5

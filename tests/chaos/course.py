@@ -103,6 +103,8 @@ class Configuration:
     seconds: float = 60.0
     operators: bool = True
     consumers: Consumers = "inbox"
+    traces: bool = False
+    """Relays record their steps."""
 
     def __str__(self) -> str:
         return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"
@@ -219,7 +221,8 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         faults.append(Fault(at, "promote"))
         calm_at = at + _AFTER_PROMOTION_SECONDS
     faults = [_around(each, calm_at, calm) for each in faults]
-    lanes = 256 if seed % 2 else 4
+    # Few events a lane, where its steps are to be explained.
+    lanes = 256 if seed % 2 or configuration.traces else 4
     return Course(
         seed,
         configuration,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -79,8 +79,16 @@ class Servers:
 class Relays:
     """Three relays, each replaced when it ends. ``mutation``: a guard taken out, for the checker to find."""
 
-    def __init__(self, factory: RelayFactory, course: Course, settings: dict[str, Any], mutation: str = "none") -> None:
+    def __init__(
+        self,
+        factory: RelayFactory,
+        course: Course,
+        settings: dict[str, Any],
+        mutation: str = "none",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self._factory = factory
+        self._env = dict(env or {})
         self._program = program(mutation)
         self._course = course
         self._settings = dict(settings)
@@ -169,7 +177,7 @@ class Relays:
 
     def _make(self, env: dict[str, str]) -> RelayProcess:
         with self._lock:
-            relay = self._factory(env=env, program=self._program, **self._settings)
+            relay = self._factory(env={**self._env, **env}, program=self._program, **self._settings)
             self.all.append(relay)
         return relay
 

@@ -19,16 +19,18 @@ from chaos.audit import compare_with_audit
 from chaos.checker import EXACTLY_ONCE, RepeatBound, Verdict, check
 from chaos.course import KIND_NAMES, Course
 from chaos.faults import RelayHand, Relays, ServerHand, bound_of
-from chaos.history import Committed, EventIds, History, Message
+from chaos.history import Committed, EventIds, History, Message, Place
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all, to_message
 from chaos.recovery import RecoveryWatch
+from chaos.specification import compare_with_specification
 from chaos.stage import KafkaSite, Stage
 from chaos.strangers import Strangers
 from chaos.workload import Pace, Workload
 from outbox.sandbox._process import patience
 from outbox.testing.fixtures import RelayFactory
+from relay.protocol_trace import VARIABLE
 
 _EVENTS_A_SECOND: Final = 700.0
 # With operators the relays' turns are to end with nothing left: marks rise to what waits behind dead letters only then.
@@ -69,6 +71,8 @@ class Result:
     standing: list[str] = field(default_factory=list)
     """What the last relays logged about lanes that they could not publish."""
     notes: dict[str, int] = field(default_factory=dict)
+    explained: dict[str, int] = field(default_factory=dict)
+    """Where relays have recorded their steps: how many of them the specification explains."""
 
     @property
     def sound(self) -> bool:
@@ -107,6 +111,7 @@ class Result:
             "drain_seconds": round(self.drain_seconds, 1),
             "standing": self.standing,
             "log": self.notes,
+            "explained": self.explained,
         }
 
 
@@ -135,6 +140,8 @@ class _Run:
         self.opened = opened
         self.mutation = mutation
         self.stage = Stage(course, site, opened)
+        self.steps = folder / "steps.jsonl"
+        self.seen: dict[Place, list[str]] = {}
 
     def carry_out(self) -> Result:
         course, seconds = self.course, self.course.configuration.seconds
@@ -148,7 +155,8 @@ class _Run:
             LiveReader(self.stage.topics, self.stage.ids, watch.read) as reader,
         ):
             reader.follow(self.stage.first_topics)
-            relays = Relays(factory, course, self.stage.settings, self.mutation)
+            env = {VARIABLE: str(self.steps)} if course.configuration.traces else {}
+            relays = Relays(factory, course, self.stage.settings, self.mutation, env)
             members = self.opened.enter_context(Members(self.stage, self.folder, course, self.mutation))
             strangers = self.opened.enter_context(Strangers(self.stage, course))
             self.stage.await_standby()
@@ -188,6 +196,9 @@ class _Run:
         if course.configuration.operators:
             moved = any(name.startswith(("retry", "partitions")) for name in operators.outcomes)
             compare_with_audit(self.stage, result.verdict, bound, sure=not moved)
+        if course.configuration.traces:
+            delivery = course.configuration.delivery
+            result.explained = compare_with_specification(self.steps, delivery, self.seen, result.verdict)
         if not result.sound:
             result.standing = _standing(relays)
         result.notes = _notes(relays)
@@ -225,13 +236,20 @@ class _Run:
         def take(message: confluent_kafka.Message) -> Message:
             return to_message(message, stage.ids)
 
+        def taken() -> Iterator[Message]:
+            for message in read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], take):
+                if message.event is not None:
+                    place = message.topic, message.partition
+                    self.seen.setdefault(place, []).append(str(stage.ids.id_of(message.event)))
+                yield message
+
         with psycopg.connect(stage.url) as connection:
             known = audited(connection, stage.ids)
             history = History(
                 stage.final_kinds,
                 _committed(connection),
                 load.attempted,
-                read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], take),
+                taken(),
                 dead=_events(connection, stage.ids, "SELECT event_id::text FROM outbox.dead_letters"),
                 waiting=_events(connection, stage.ids, "SELECT event_id::text FROM outbox.events"),
                 copies=read_all(stage.topics, stage.dead_letter_topics, take),

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import tlc
 
 Line = dict[str, Any]
+Place = tuple[str, int]
+"""A topic and a partition."""
+
+_LISTS: Final = frozenset({"ids", "keys", "event_ids"})
 
 _CONFIG: Final = """CONSTANTS
   Delivery = "{delivery}"
@@ -53,6 +57,38 @@ def load(file: Path) -> list[Line]:
 def lanes(lines: Iterable[Line]) -> list[int]:
     """Return the lanes of which something was read."""
     return sorted({line["lane"] for line in lines if line["step"] == "read"})
+
+
+def events(lines: Iterable[Line], lane: int) -> int:
+    """Return how many events of the lane were read."""
+    return len({row for line in lines if line["step"] == "read" and line["lane"] == lane for row in line["ids"]})
+
+
+def partitions(lines: Sequence[Line], lane: int, places: Mapping[str, Place]) -> dict[Place, list[Line]]:
+    """Return the lane's steps with the events of each partition. ``places``: where Kafka has an event.
+
+    At-least-once, partitions acknowledge on their own, so what is acknowledged of a lane's batch need not be its begin.
+    Of a partition it is: each has a behaviour of its own.
+    """
+    reads = [line for line in lines if line["step"] == "read" and line["lane"] == lane]
+    rows = {row: places[event] for line in reads for row, event in zip(line["ids"], line["event_ids"], strict=True)}
+    own = [line for line in lines if line.get("lane", lane) == lane]
+    return {place: list(_of_rows(own, {row for row in rows if rows[row] == place})) for place in set(rows.values())}
+
+
+def _of_rows(lines: Iterable[Line], rows: Collection[int]) -> Iterator[Line]:
+    """Leave out the other rows, and turns that have none of these."""
+    turn: set[str] = set()
+    for line in lines:
+        if "ids" not in line:
+            yield line
+            continue
+        kept = [number for number, row in enumerate(line["ids"]) if row in rows]
+        if line["step"] == "read":
+            (turn.add if kept else turn.discard)(line["relay"])
+        if kept or (line["step"] == "failed" and line["relay"] in turn):
+            lists = {name: [line[name][number] for number in kept] for name in _LISTS & line.keys()}
+            yield line | lists
 
 
 def check(lines: Sequence[Line], lane: int, seen: Iterable[str]) -> int:

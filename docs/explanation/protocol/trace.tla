@@ -43,8 +43,11 @@ Committed(r, s) ==
     /\ End_transaction(r, "ok")
     /\ relay'[r].phase = "idle"
 
+\* What is on the network may come at any later time, so it is enough to look where none of it is dropped.
+Keeps_strays(r) == Lane(r).wire = <<>> \/ <<1, Lane(r).wire>> \in kafka'.stray
+
 Failed(r, s) ==
-    IF ~Transactional THEN Kafka_fails(r, 1) /\ Lane(r)'.pending = Lane(r).pending \o s.events
+    IF ~Transactional THEN Kafka_fails(r, 1) /\ Keeps_strays(r) /\ Lane(r)'.pending = Lane(r).pending \o s.events
     ELSE \/ /\ relay[r].phase = "init"
             /\ Stutter
          \/ Close(r)
@@ -89,7 +92,7 @@ Hidden(r, s) ==
     \/ s.step = "taken" /\ (Expire(1) \/ \E q \in Relays : Has_let_go(q) /\ Release(q, 1))
     \/ s.step = "initialized" /\ (Close(r) \/ (Init_id(r) /\ relay'[r].phase = "init"))
     \/ s.step = "joined" /\ (Fence(r, 1) \/ Read_marker(r, 1))
-    \/ s.step = "closed" /\ Kafka_fails(r, 1)
+    \/ s.step = "closed" /\ Kafka_fails(r, 1) /\ Keeps_strays(r)
     \* What was done, but not recorded before the kill. Whatever is sent is recorded before.
     \/ /\ s.step = "killed"
        /\ \/ Init_id(r) \/ Acquire(r, 1) \/ Fence(r, 1) \/ Read_marker(r, 1) \/ Adopt(r, 1)
