@@ -17,7 +17,7 @@ from outbox.inbox._assigned import MOST_STRIKES
 MESSAGES = 300
 BAD = 150
 """Its offset: more than one transaction before it and behind it."""
-TRIES = 2 * MOST_STRIKES
+TRIES = 3 * MOST_STRIKES
 
 
 @pytest.fixture(autouse=True)
