@@ -15,9 +15,9 @@ from kafka_proxy import Action, KafkaProxy
 from proxy import TcpProxy
 from standby import Standby
 from support import MUTANT
+from threads import Threads
 
 from chaos.course import RELAYS, Course, Fault
-from chaos.threads import Threads
 from outbox.sandbox.errors import ServiceError
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer

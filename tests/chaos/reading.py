@@ -8,9 +8,9 @@ from typing import Final, TypeVar
 
 import confluent_kafka
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from threads import Threads
 
 from chaos.history import STRANGER, EventIds, Message, Place, Sightings, digest_of
-from chaos.threads import Threads
 from outbox.consumer.messages import headers_of
 from outbox.event import CE_ID, REPLAY
 from outbox.sandbox._process import wait_for

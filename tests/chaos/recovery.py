@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
+from threads import Threads
 
 from chaos.history import writer_and_number
-from chaos.threads import Threads
 from chaos.workload import Pace
 
 _EVERY: Final = 0.2

@@ -17,11 +17,11 @@ import orjson
 from confluent_kafka import KafkaException, Producer
 from hostile_messages import MESSAGES, HostileMessage
 from raw_kafka import produce
+from threads import Threads
 
 from chaos.course import REFUSED_BYTES, Course
 from chaos.history import STRANGER
 from chaos.stage import Stage
-from chaos.threads import Threads
 
 _PAUSE: Final = (0.1, 0.6)
 _LONGEST_OPEN: Final = 3.0

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import orjson
 import psycopg
+from threads import Threads
 
 from chaos.course import WRITERS, Course, Transaction, Write, transactions
 from chaos.history import EventIds, Kind, digest_of, event_of
-from chaos.threads import Threads
 from outbox import Event, Outbox
 
 _TABLES: Final = """

@@ -9,15 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from threads import in_background
 
 from outbox.errors import OutboxError, SchemaError
-from outbox.sandbox._process import patience
 from relay.core import lane as core_lane
 from relay.core import loop
 from relay.core.lane import LoopSettings
@@ -391,13 +390,8 @@ def looped(source: Callable[[], Any], leases: Collection[Lease], always: Step, *
         observer=watcher,
         settings=LoopSettings(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
     )
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(loop.run)
-        try:
-            yield watcher
-        finally:
-            stop.set()
-        running.result(60 * patience())
+    with in_background(lambda _: loop.run(), stop=stop):
+        yield watcher
 
 
 def spread(lanes: int, each: int) -> dict[int, list[int]]:

@@ -10,7 +10,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ import confluent_kafka
 import psycopg
 import pytest
 from support import look_up
+from threads import in_background
 from wal_support import to_wal
 
 from outbox import Event, Outbox
@@ -178,11 +178,5 @@ class Outboxed:
 @contextlib.contextmanager
 def relaying(settings: Any) -> Iterator[None]:
     """Run a relay in threads of this process."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(wiring.build(settings).run, stop, threading.Event())
-        try:
-            yield
-        finally:
-            stop.set()
-            running.result()
+    with in_background(lambda stop: wiring.build(settings).run(stop, threading.Event())):
+        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +16,7 @@ from opentelemetry.semconv._incubating.attributes import messaging_attributes as
 from opentelemetry.semconv.attributes import error_attributes
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
 from support import nested
+from threads import in_background
 
 from relay.config import load
 from relay.wiring import build
@@ -72,14 +72,8 @@ def relay(database: Any, kafka: Any, **settings: Any) -> Iterator[None]:
     """A relay in this process, whose spans are those of the test."""
     kafka_options = {"bootstrap.servers": kafka.bootstrap_servers}
     given = load(database_url=database.url, kafka=kafka_options, create_topics=True, **nested(settings))
-    stop = threading.Event()
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(build(given).run, stop, threading.Event())
-        try:
-            yield
-        finally:
-            stop.set()
-            running.result(60)
+    with in_background(lambda stop: build(given).run(stop, threading.Event())):
+        yield
 
 
 def context_of(span: ReadableSpan) -> SpanContext:

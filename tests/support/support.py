@@ -13,6 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 from uuid import UUID
@@ -22,6 +23,7 @@ import psycopg
 import pytest
 from confluent_kafka import Message
 from psycopg import sql
+from threads import Threads
 
 from outbox import Event, Outbox
 from outbox._app.settings import FailureSettings
@@ -247,17 +249,13 @@ class Load:
         self._pause = pause
         self._stop = threading.Event()
         self._wanted = threading.Event()
-        self._error: BaseException | None = None
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute("CREATE TABLE IF NOT EXISTS business (key text PRIMARY KEY, seq int NOT NULL)")
-        self._threads = [
-            threading.Thread(target=self._run, args=(n, [f"k{n}-{key}" for key in range(keys)]), daemon=True)
-            for n in range(threads)
-        ]
+        own = {n: [f"k{n}-{key}" for key in range(keys)] for n in range(threads)}
+        self._threads = Threads({f"load {n}": partial(self._run, n, own[n]) for n in own}, stop=self._stop)
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._threads.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -265,12 +263,7 @@ class Load:
 
     def stop(self) -> None:
         """Finish the transactions under way."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60 * patience())
-        if self._error is not None:
-            raise self._error
-        assert not any(thread.is_alive() for thread in self._threads), "the load does not end"
+        self._threads.stop()
 
     def more(self, count: int, seconds: float = 30.0) -> None:
         """Wait until so many more events are committed."""
@@ -313,8 +306,6 @@ class Load:
                         connection.close()
                     connection = None
                     self._stop.wait(0.05)
-        except BaseException as error:  # noqa: BLE001  raised again by stop()
-            self._error = error
         finally:
             if connection is not None:
                 connection.close()

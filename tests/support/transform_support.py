@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
 from confluent_kafka.cimpl import TopicPartition
 from support import wait_until
+from threads import in_background
 
 from outbox.transform import Record, Transformer
 
@@ -113,14 +113,8 @@ def place(outbox_kafka) -> Iterator[Place]:
 @contextmanager
 def running(member: Transformer) -> Iterator[threading.Event]:
     """Run a member in a thread; its error is the test's."""
-    stop = threading.Event()
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(member.run, stop)
-        try:
-            yield stop
-        finally:
-            stop.set()
-            running.result(120)
+    with in_background(member.run) as stop:
+        yield stop
 
 
 def copied(place: Place) -> Callable[[Message], Iterator[Record]]:

@@ -15,7 +15,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
-from writer_targets import both_ways, event, numbers, on_target, stored
+from writer_targets import each_driver, event, numbers, on_target, stored
 
 from outbox import AsyncOutbox, ConfigurationError, Event, EventError, EventTooLarge, Outbox, PayloadError, TargetError
 from outbox.urls import sqlalchemy_url
@@ -262,7 +262,7 @@ REFUSED = [
 ]
 
 
-@both_ways
+@each_driver
 @on_target
 async def test_a_refused_event_names_its_field_and_leaves_the_transaction_usable(target, outbox_postgres):
     await target.add(event(1))

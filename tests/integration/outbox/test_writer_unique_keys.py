@@ -10,7 +10,7 @@ from contextlib import closing
 import psycopg
 import pytest
 from support import wait_until
-from writer_targets import both_ways, each_driver, numbers, on_target, round_trips, stored, waits_for_a_lock
+from writer_targets import each_driver, numbers, on_target, round_trips, stored, waits_for_a_lock
 
 from outbox import Event, EventError, IdempotencyKeyReused, Outbox, Serialized
 from relay.database import Connector
@@ -52,7 +52,7 @@ async def test_a_second_add_writes_nothing_and_returns_the_first_id(target, outb
     ]
 
 
-@both_ways
+@each_driver
 @on_target
 async def test_a_key_goes_with_its_transaction(target, outbox_postgres):
     target.options = {"unique_keys": True}

@@ -72,6 +72,10 @@ def test_a_range_ends_where_it_ends_and_says_where_the_next_message_is(opened, f
     # The same client, another place of the same partition: nothing is left of the first one.
     whole = opened.whole({(topic, PART): span(20_000, 20_010)}, {})[topic, PART]
     assert (offsets(whole), whole.reached) == (list(range(20_000, 20_010)), 20_010)
+    # More than a client hands over at once.
+    whole = opened.whole({(topic, PART): span(start, min(end, start + 5_000))}, {})[topic, PART]
+    assert offsets(whole) == list(range(start, min(end, start + 5_000)))
+    assert whole.reached == min(end, start + 5_000)
 
 
 def test_messages_are_left_out(opened, full):

@@ -1,9 +1,10 @@
-"""Threads of a run, which go on until they are stopped."""
+"""Threads of a test, which go on until they are stopped."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, Self
 
 from outbox.sandbox._process import patience
@@ -15,11 +16,18 @@ class Threads:
     """Runs functions, by the names of their threads, until ``stop``; they look at ``_stop``.
 
     seconds   how long they may take to end; None: as long as it takes.
+    stop      the event that ends them, where others look at it too.
     """
 
-    def __init__(self, work: Mapping[str, Callable[[], None]], *, seconds: float | None = _END_SECONDS) -> None:
+    def __init__(
+        self,
+        work: Mapping[str, Callable[[], None]],
+        *,
+        seconds: float | None = _END_SECONDS,
+        stop: threading.Event | None = None,
+    ) -> None:
         self._seconds = seconds
-        self._stop = threading.Event()
+        self._stop = stop or threading.Event()
         self._errors: list[BaseException] = []
         self._threads = [
             threading.Thread(target=self._noting_errors, args=(each,), name=name, daemon=True)
@@ -52,3 +60,20 @@ class Threads:
             work()
         except BaseException as error:  # noqa: BLE001 - raised again by stop()
             self._errors.append(error)
+
+
+@contextmanager
+def in_background(
+    run: Callable[[threading.Event], object], stop: threading.Event | None = None
+) -> Iterator[threading.Event]:
+    """Run a function in a thread until the block ends, which sets the event. Raises what it has raised."""
+    stop = stop or threading.Event()
+
+    def work() -> None:
+        run(stop)
+
+    with Threads({getattr(run, "__qualname__", "run"): work}, stop=stop) as thread:
+        try:
+            yield stop
+        finally:
+            thread.stop()
