@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
 
@@ -44,6 +44,8 @@ INSERT INTO {audit} (what, why, details)
 SELECT 'leave out dead letter', 'tried again, and the types or the transform that its job has today leave it out',
        {described} || {contents}
   FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) ORDER BY id"""
+_STORED: Final = ("message_id", "key", "value", "headers", "time", "attempts")
+"""What is bound as it is. asdict() would copy each value of a message."""
 _ONE: Final = "SELECT FROM {dead_letters} WHERE grp = %(grp)s LIMIT 1"
 KEYS: Final = """
 SELECT DISTINCT topic, message_key FROM {dead_letters}
@@ -105,7 +107,7 @@ class DeadLetterStore:
     def write(self, connection: psycopg.Connection[Any], topic_id: str, letters: Iterable[DeadLetter]) -> int:
         """Store dead letters. Returns how many."""
         own = {"grp": self._group, "topic_id": topic_id}
-        rows = [{**asdict(letter), **_values(letter.record), **own} for letter in letters]
+        rows = [{name: getattr(letter, name) for name in _STORED} | _values(letter.record) | own for letter in letters]
         if rows:
             cursor(connection).executemany(statement(self._schema, _WRITE), rows)
         return len(rows)

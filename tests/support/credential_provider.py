@@ -12,7 +12,7 @@ from outbox.credentials import Credential, CredentialRequest
 
 
 def unsigned(until: float) -> str:
-    """Return a token of the user ``outbox`` that nobody has signed."""
+    """Return an unsigned token of the user ``outbox``."""
     parts = {"alg": "none"}, {"sub": "outbox", "iat": int(time.time()) - 5, "exp": int(until)}
     encoded = [base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts]
     return ".".join([*encoded, ""])

@@ -125,7 +125,7 @@ def secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
             )
             for mechanism in ("scram-sha-256", "scram-sha-512")
         },
-        # Without more than that the broker takes tokens that nobody has signed.
+        # Without more than that the broker takes unsigned tokens.
         "listener.name.proxied.oauthbearer.sasl.jaas.config": (
             "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required;"
         ),

@@ -15,7 +15,7 @@ LEASE = 1.0
 
 
 def get(url: str, headers: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Return the status and the text of an answer. 0 while nobody answers."""
+    """Return the status and the text of an answer. 0 while no server answers."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers or {})), timeout=30) as answer:
             return answer.status, answer.read().decode()
@@ -33,7 +33,7 @@ class Shown:
         self.address = f"127.0.0.1:{port}"
 
     def ready(self) -> tuple[int, dict[str, list[int]]]:
-        """Return the status of /readyz, and which lanes wait for which reason. 0 while nobody answers."""
+        """Return the status of /readyz, and which lanes wait for which reason. 0 while no server answers."""
         status, body = get(f"http://{self.address}/readyz")
         if not status:
             return 0, {}
@@ -42,7 +42,7 @@ class Shown:
         return status, {wait["reason"]: wait["lanes"] for wait in found["waits"]}
 
     def checks(self) -> tuple[int, list[str]]:
-        """Return the status of /readyz?verbose, and its lines. 0 while nobody answers."""
+        """Return the status of /readyz?verbose, and its lines. 0 while no server answers."""
         status, text = get(f"http://{self.address}/readyz?verbose")
         return status, text.splitlines()
 

@@ -79,7 +79,7 @@ def starting(outbox_relay, settings: dict[str, Any], **own: Any) -> Callable[...
 
 @pytest.fixture
 def operator(section, outbox_postgres, role, monitor, outbox_relay, settings) -> Operator:
-    """Somebody who follows the section of the test."""
+    """An operator who follows the section of the test."""
     start = starting(outbox_relay, settings, program=IMPATIENT)
     operators = outbox_postgres.url.replace("postgres@", f"{role('operator', 'consumer-operator')}@")
     return Operator(section, monitor, operators, outbox_postgres.url, settings, start)

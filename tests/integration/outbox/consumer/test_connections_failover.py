@@ -79,7 +79,7 @@ def asked_by(member: Session) -> int:
 def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_postgres, later):
     """The name leads to the new primary, and the old one does not know that it is none: a split brain.
 
-    Before that, a session of the standby is not kept: it may be promoted, or not; and somebody else is the primary now.
+    Before that, a session of the standby is not kept: it may be promoted; or another server is the primary now.
     """
     primary = private_postgres({"wal_level": "replica"})
     database = private_postgres.database(primary)

@@ -70,7 +70,7 @@ def test_databases_are_created_cloned_and_dropped_under_any_name(server: Postgre
 
 
 def test_restart_keeps_port_and_data_and_leaving_removes_a_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody had taken its first two picks of ports meanwhile."""
+    """Other programs had taken its first two picks of ports meanwhile."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         offers = iter([[taken], [taken], free_ports(1)])

@@ -256,12 +256,12 @@ def test_only_lanes_with_an_unsettled_batch_take_a_transaction_of_their_own(plac
 def test_an_id_that_the_broker_lends_to_nobody_holds_up_its_own_lanes_only(place, monkeypatch):
     """Its last transaction has a partition without a leader, say; see tests/acceptance/test_stuck_topics.py."""
     place.add()
-    former = [place.worker(name, lanes) for name, lanes in (("a", [0, 1]), ("b", [2, 3, 4, 5]))]
+    former = [place.worker(name, lanes) for name, lanes in (("a", [0, 1]), ("b", [2, 3]), ("c", [4, 5]))]
     for worker in former:
         assert worker.join() == {}
         assert isinstance(worker.publish(2), Completed)
-    heir = place.worker("c")
-    busy = own_ids(former[0].base_id)
+    heir = place.worker("d")
+    busy, *others = [own_ids(worker.base_id) for worker in former]
 
     def fence_all_but_busy(options, transactional_id):
         if transactional_id in busy:
@@ -273,9 +273,9 @@ def test_an_id_that_the_broker_lends_to_nobody_holds_up_its_own_lanes_only(place
         failed = heir.join()
     assert {lane: type(error) for lane, error in failed.items()} == {0: IdBusy, 1: IdBusy}
     # Each takes its time: one is enough to know.
-    assert heir.fenced == [busy[0], *own_ids(former[1].base_id)]
+    assert heir.fenced == [busy[0], *others[0], *others[1]]
     assert heir.publisher.join(heir.leases[:2]) == {}
-    assert heir.fenced[3:] == busy
+    assert heir.fenced[5:] == busy
     heir.drain()
     assert place.all_once()
 
