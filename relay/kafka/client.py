@@ -83,6 +83,8 @@ class NewTopics:
     def __init__(self, seconds: float = _FETCHES_SECONDS) -> None:
         self._known: set[str] = set()
         self._left_seconds = seconds
+        self.counts: dict[str, int] = {}
+        """The number of partitions of each topic that was fetched."""
 
     def fetch(self, producer: Producer, topic: str) -> None:
         if self._left_seconds <= 0 or topic in self._known:
@@ -90,7 +92,8 @@ class NewTopics:
         self._known.add(topic)
         began = time.monotonic()
         try:
-            producer.list_topics(topic, timeout=min(self._left_seconds, _FETCH_SECONDS))
+            found = producer.list_topics(topic, timeout=min(self._left_seconds, _FETCH_SECONDS)).topics
+            self.counts[topic] = len(found[topic].partitions)
         except KafkaException:
             self._left_seconds = 0.0
         else:

@@ -35,30 +35,12 @@ from relay.core.ports import (
 from relay.failpoints import failpoint
 from relay.kafka.client import NewTopics, text_of, unavailable_on_kafka_error
 from relay.kafka.headers import message_headers
+from relay.kafka.refusals import CONSEQUENCES, REFUSALS, TOPIC_REFUSALS
 from relay.kafka.routing import NoRoute, Router
-from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
+from relay.kafka.topics import Topics, Unanswered
 
-# Errors caused by the event: sending it again unchanged would fail again.
-REFUSALS: Final = {
-    KafkaError.MSG_SIZE_TOO_LARGE: "the broker takes no message of this size; raise max.message.bytes of the topic "
-    "(and OUTBOX_KAFKA__MESSAGE_MAX_BYTES), or remove the event",
-    KafkaError.INVALID_RECORD: "the broker calls the record invalid; a compacted topic takes no event without a key",
-    KafkaError.POLICY_VIOLATION: "the broker's policy refuses it",
-}
-
-# Errors caused by the topic: they concern every event that goes there.
-TOPIC_REFUSALS: Final = {
-    KafkaError.TOPIC_AUTHORIZATION_FAILED: FORBIDDEN,
-    KafkaError.TOPIC_EXCEPTION: "Kafka calls the name of topic {topic!r} invalid; give the aggregate type a route",
-}
-
-# Errors of the messages behind the one that failed.
-_CONSEQUENCES: Final = {
-    KafkaError._PURGE_QUEUE,
-    KafkaError._PURGE_INFLIGHT,
-    KafkaError._FATAL,
-    KafkaError._GAPLESS_GUARANTEE,
-}
+Outcome = str | TopicUnusable | None
+"""Why an event is refused, or why its topic can't be written to; None if it was queued."""
 
 _POLL_SECONDS: Final = 0.1
 # How long one flush() of librdkafka may take. It checks every 10 ms whether everything is acknowledged, or when its
@@ -147,7 +129,7 @@ class BatchProducer:
             and not self._late
             and self.fatal is None
             and (self.broken_off or bool(errors))
-            and all(error.code() in _CONSEQUENCES for error in errors)
+            and all(error.code() in CONSEQUENCES for error in errors)
         )
 
     @property
@@ -173,6 +155,7 @@ class BatchProducer:
         self._used = set()
         if self._records is not None:
             self._records.clear()
+        ahead = self._send_ahead(batches, deadline)
         half = sum(map(len, batches.values())) // 2
         count = 0
         for lane, claims in batches.items():
@@ -184,7 +167,8 @@ class BatchProducer:
                     break
                 if waiting and claim.key in waiting:
                     continue
-                outcome = self._send(claim, deadline)
+                position = claim.position
+                outcome = ahead[position] if position in ahead else self._send(claim, deadline)
                 if outcome is None:
                     sent.append(claim)
                     count += 1
@@ -200,6 +184,10 @@ class BatchProducer:
                 else:
                     refused.append((claim, outcome))
         failpoint("batch.sent")
+
+    def _send_ahead(self, _batches: Batches, _deadline: float) -> Mapping[int, Outcome]:
+        """Send events that must be acknowledged before the others are sent. Return their outcomes, by position."""
+        return {}
 
     def send_marker(self, topic: str, lane: int, value: bytes, deadline: float) -> None:
         """Queue a lane's marker behind its events, to the lane's partition. Raises Unavailable."""
@@ -296,7 +284,7 @@ class BatchProducer:
         """Return the failure, and the lanes of which the broker refuses something; for those it is BatchRefused."""
         self._topics.forget()
         # The causes, without the messages that failed because of them.
-        causes = [(claim, error) for claim, error in self._failed.values() if error.code() not in _CONSEQUENCES]
+        causes = [(claim, error) for claim, error in self._failed.values() if error.code() not in CONSEQUENCES]
         unusable = self._topics_at_fault(causes)
         if unusable:
             return TopicUnusable(self._topics.reasons()[unusable[0]]), ()
@@ -359,7 +347,7 @@ class BatchProducer:
         failed = [(f"to {self._topic(claim)!r}", error) for claim, error in causes]
         failed += [(f"the marker of lane {lane}", error) for lane, error in self._markers.items()]
         for what, error in failed:
-            if error.code() not in _CONSEQUENCES:
+            if error.code() not in CONSEQUENCES:
                 text = f"{error.str()}{self._lost()}{self._connections.reason_for(error)}"
                 return BrokerUnavailable(f"Kafka, sending {what}: {text}")
         if self.fatal is not None and self.fatal.code() == KafkaError._FENCED:
@@ -415,19 +403,13 @@ class BatchProducer:
         except NoRoute:
             return "?"
 
-    def _send(self, claim: Claim, deadline: float) -> str | TopicUnusable | None:
-        """Queue an event. Returns None, or why it is refused, or why its topic can't be written to."""
+    def _send(self, claim: Claim, deadline: float) -> Outcome:
         try:
             topic = self._router.topic(claim)
         except NoRoute as error:
             return str(error)
-        if topic not in self._used:
-            try:
-                self._topics.require_for(kind_of(claim), topic)
-            except TopicUnusable as error:
-                return error
-            self._used.add(topic)
-            self._new_topics.fetch(self.producer, topic)
+        if topic not in self._used and (unusable := self._prepare(claim, topic)):
+            return unusable
         headers = message_headers(claim, self._ce_source, self._headers)
         report = partial(self._on_failure if self._records is None else self._on_answer, claim)
         while True:
@@ -447,6 +429,18 @@ class BatchProducer:
                 raise BrokerUnavailable(f"Kafka, sending to {topic!r}: {text_of(error)}") from error
             else:
                 return None
+
+    def _prepare(self, claim: Claim, topic: str) -> TopicUnusable | None:
+        """Learn what the turn needs of an event's topic, once a turn. Returns why it can't be written to."""
+        if topic in self._used:
+            return None
+        try:
+            self._topics.require_for(kind_of(claim), topic)
+        except TopicUnusable as error:
+            return error
+        self._used.add(topic)
+        self._new_topics.fetch(self.producer, topic)
+        return None
 
     def _make_room(self, deadline: float) -> None:
         """Serve acknowledgements until the local queue has room again."""

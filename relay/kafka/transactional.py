@@ -74,7 +74,8 @@ from relay.core.ports import (
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
-from relay.kafka.producer import REFUSALS, BatchProducer, Sending
+from relay.kafka.producer import BatchProducer, Sending
+from relay.kafka.refusals import REFUSALS
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover, own_ids
 from relay.kafka.tracing import traced

@@ -60,6 +60,14 @@ MUTANTS: Final = (
         (f"{_RELAY}/polling/test_low_water_mark.py",),
     ),
     Mutant(
+        "first_messages_together",
+        "order: a broker takes a request behind a producer's first one that it refused",
+        "relay/kafka/first_messages.py",
+        "return partition not in known.sent",
+        "return False",
+        (f"{_RELAY}/kafka/test_publisher.py",),
+    ),
+    Mutant(
         "freed_keys_overtake",
         "order of a key that was blocked",
         "relay/polling/reader.py",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 
+import pytest
 from structlog.testing import capture_logs
 
 from relay.config import load, producer_options
 from relay.core.lease import Lease
-from relay.core.ports import Claim, Completed, DeliveryTimeout, Failed, Receipt, RecordMetadata
-from relay.kafka.client import log_unreachable
+from relay.core.ports import BatchRefused, Claim, Completed, DeliveryTimeout, Failed, Receipt, RecordMetadata
+from relay.kafka.client import NewTopics, log_unreachable
+from relay.kafka.first_messages import FirstMessages
 from relay.kafka.idempotent import IdempotentPublisher
-from relay.kafka.producer import Sending
+from relay.kafka.producer import BatchProducer, Sending
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
 
@@ -22,8 +24,8 @@ def claim(number: int, kind: str, key: str = "4711", lane: int = 0) -> Claim:
     return Claim(number, event_id, kind, key, "OrderPlaced", "2026-01-02T03:04:05.678901Z", b"{}", None, lane=lane)
 
 
-def publisher(kafka, *, seconds: float = 60.0, **more) -> IdempotentPublisher:
-    options = {"bootstrap.servers": kafka.bootstrap_servers}
+def publisher(kafka, *, seconds: float = 60.0, options=(), **more) -> IdempotentPublisher:
+    options = {"bootstrap.servers": kafka.bootstrap_servers} | dict(options)
     topics = Topics(options, create=True)
     return IdempotentPublisher(
         Sending(producer_options(load(kafka=options)), Router(), topics, "/shop", seconds, **more)
@@ -79,16 +81,100 @@ def test_after_a_turn_whose_acknowledgements_were_read_late_comes_another_produc
     kind = outbox_kafka.name("Order")
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 1)
     for number in range(1, 30):
-        sender = publisher(outbox_kafka, record_offsets=True, seconds=0.001)
+        sender = publisher(outbox_kafka, record_offsets=True)
+        assert isinstance(sender.publish({0: [claim(2 * number - 1, kind)]}), Completed)
+        sender._delivery_seconds = 0.001
         with monkeypatch.context() as patched:
-            patched.setattr("relay.kafka.producer.failpoint", lambda _, at=number: outbox_kafka.consume(topic, at))
-            sent = sender.publish({0: [claim(number, kind)]})
+            patched.setattr("relay.kafka.producer.failpoint", lambda _, at=2 * number: outbox_kafka.consume(topic, at))
+            sent = sender.publish({0: [claim(2 * number, kind)]})
         sender.close()
         # The answer may still be on its way to the client, and then it is no success.
         if isinstance(sent, Completed):
             break
-    assert published(sent.receipts[0]) == [number]
+    assert published(sent.receipts[0]) == [2 * number]
     assert sent.publisher_unusable
+
+
+@pytest.mark.parametrize("in_flight", ["1", "5"])
+@pytest.mark.parametrize("known", ["nothing", "partitions", "acknowledged"])
+def test_nothing_overtakes_the_events_of_a_request_that_the_broker_refuses(outbox_kafka, known, in_flight):
+    """A producer's first request to a partition may have any sequence number, so the broker takes the second if it
+    refuses the first, as for one event of it that is too large. Turns have many requests for each of many partitions.
+    """
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 16, {"max.message.bytes": "20000"})
+    options = {"batch.num.messages": "3", "max.in.flight": in_flight, "compression.type": "none"}
+    sender = publisher(outbox_kafka, options=options)
+    if known == "nothing":
+        # As if no broker had said in time how many partitions there are.
+        sender._sender._new_topics = NewTopics(0.0)
+    warm = known == "acknowledged"
+    count = 64
+    keys = {lane: f"k{lane}" for lane in range(count)}
+    if warm:
+        assert isinstance(
+            sender.publish({lane: [claim(lane, kind, key, lane)] for lane, key in keys.items()}), Completed
+        )
+    batches = {lane: [claim(count * n + lane, kind, key, lane) for n in range(1, 100)] for lane, key in keys.items()}
+    for claims in batches.values():
+        claims[1] = claims[1]._replace(value=b"x" * 30_000)
+    sent = sender.publish(batches)
+    sender.close()
+    assert isinstance(sent, Failed)
+    assert isinstance(sent.error, BatchRefused)
+    found: dict[int, list[int]] = {}
+    for number in stored(outbox_kafka.consume(topic)):
+        found.setdefault(number % count, []).append(number)
+    for lane, numbers in found.items():
+        due = ([lane] if warm else []) + [each.position for each in batches[lane]]
+        assert numbers == due[: len(numbers)]
+
+
+@pytest.mark.parametrize(
+    "partitioner", ["murmur2", "murmur2_random", "consistent", "consistent_random", "fnv1a", "fnv1a_random"]
+)
+def test_the_first_messages_are_those_that_land_in_partitions_without_one(outbox_kafka, partitioner):
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 97)
+    sender = publisher(outbox_kafka, options={"partitioner": partitioner}, record_offsets=True)
+    # Of each length modulo 4, with bytes above 127.
+    keys = [f"{'kü' * (n % 7)}{n}" for n in range(900)]
+    sent = sender.publish({0: [claim(n, kind, key) for n, key in enumerate(keys)]})
+    landed = {key: sent.receipts[0].published.records[n].partition for n, key in enumerate(keys)}
+    first = FirstMessages(partitioner)
+    first.learn(topic, 97)
+    assert all(first.is_first(topic, key) for key in keys)
+    written = set()
+    for key in keys:
+        assert first.is_first(topic, key) == (landed[key] not in written)
+        written.add(landed[key])
+        first.sent(topic, key)
+        assert not first.is_first(topic, key)
+    first.acknowledged()
+    assert not any(first.is_first(topic, key) for key in keys)
+    assert first.may_come(topic) == (len(set(landed.values())) < 97)
+    sender.close()
+
+
+def test_a_turn_waits_once_for_its_first_messages_whatever_the_number_of_partitions(outbox_kafka, monkeypatch):
+    waits = []
+    drain = BatchProducer.drain
+
+    def counted(self: BatchProducer, deadline: float) -> None:
+        waits.append(sum(map(len, self.sent.values())))
+        drain(self, deadline)
+
+    monkeypatch.setattr(BatchProducer, "drain", counted)
+    kinds = [outbox_kafka.name("Order"), outbox_kafka.name("Bill")]
+    for kind in kinds:
+        outbox_kafka.create_topic(f"{kind.lower()}-events", 64)
+    sender = publisher(outbox_kafka)
+    claims = [claim(n, kinds[n % 2], f"k{n % 4000}") for n in range(16_000)]
+    for _ in range(2):
+        assert published(sender.publish({0: claims}).receipts[0]) == [each.position for each in claims]
+    sender.close()
+    # One of each partition, then all; the second turn has no first messages.
+    assert waits == [128, 16_000, 16_000]
 
 
 def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_kafka):

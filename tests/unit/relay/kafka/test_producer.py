@@ -325,11 +325,12 @@ class Asked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.producer, name)
 
-    def list_topics(self, topic: str, *, timeout: float) -> None:
+    def list_topics(self, topic: str, *, timeout: float) -> Any:
         self.log.append(f"ask {topic}")
         self.on_ask(timeout)
         if self.away:
             raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+        return SimpleNamespace(topics={topic: SimpleNamespace(partitions={0: None})})
 
     def produce(self, topic: str, *_: Any, **__: Any) -> None:
         self.log.append(topic)

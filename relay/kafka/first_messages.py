@@ -1,0 +1,119 @@
+"""Which messages are the first of a producer in their partitions: they are sent by themselves, or others overtake them.
+
+An idempotent producer numbers its messages in each partition, and the broker refuses a request whose numbers do not
+follow the last ones it has (KIP-98). Of a producer that it does not know in the partition it takes any number. So if it
+refuses the first request, for one message that is too large for the topic, or because too few replicas are in sync, it
+takes the second one, which is on its way: librdkafka's fatal error comes too late, with whatever ``max.in.flight``. The
+events of the first request would come again by the next producer, behind later ones of their keys.
+
+So a producer's first message in a partition is acknowledged before the next one is sent. A broker forgets a producer
+that does not write to a partition for ``producer.id.expiration.ms`` (a day); here it is forgotten after an hour.
+A transaction does not need this: its abort takes all of it back.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+_KNOWN_SECONDS: Final = 3600.0
+_MOST_KEYS: Final = 100_000
+
+
+@dataclass(slots=True)
+class _Topic:
+    """``cold``: the partitions without an acknowledged message; ``sent``: those of them with one on its way.
+
+    ``count`` is 0 until the partitions are known: then the topic has one first message. ``keys``: known to be in other
+    partitions. Where few keys have all the events, partitions without any stay cold, and to hash each key again would
+    cost as much as to send the event.
+    """
+
+    count: int
+    since: float
+    cold: set[int]
+    sent: set[int] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
+
+
+class FirstMessages:
+    """The partitions in which Kafka has acknowledged a message of one producer. ``partitioner`` is librdkafka's."""
+
+    def __init__(self, partitioner: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._hash = _HASHES[partitioner.removesuffix("_random")]
+        self._clock = clock
+        self._topics: dict[str, _Topic] = {}
+
+    def may_come(self, topic: str) -> bool:
+        """Return whether a message to this topic may be the first in its partition."""
+        return not self.is_known(topic) or bool(self._topics[topic].cold)
+
+    def is_known(self, topic: str) -> bool:
+        """Return whether ``learn`` was called for a topic, within the last hour."""
+        known = self._topics.get(topic)
+        return known is not None and self._clock() - known.since < _KNOWN_SECONDS
+
+    def learn(self, topic: str, count: int) -> None:
+        """Begin with a topic of so many partitions, none of which has a message; with 0 if that is not known."""
+        self._topics[topic] = _Topic(count, self._clock(), set(range(max(count, 1))))
+
+    def is_first(self, topic: str, key: str) -> bool:
+        """Return whether a message is the first in its partition, with none on its way. Call ``learn`` before."""
+        known = self._topics[topic]
+        if key in known.keys:
+            return False
+        partition = self._partition(known, key)
+        if partition in known.cold:
+            return partition not in known.sent
+        if len(known.keys) >= _MOST_KEYS:
+            known.keys.clear()
+        known.keys.add(key)
+        return False
+
+    def sent(self, topic: str, key: str) -> None:
+        known = self._topics[topic]
+        known.sent.add(self._partition(known, key))
+
+    def acknowledged(self) -> list[str]:
+        """Record that all that was sent is acknowledged. Returns the topics whose partitions are still not known."""
+        for known in self._topics.values():
+            if known.count:
+                known.cold -= known.sent
+            known.sent.clear()
+        return [topic for topic, known in self._topics.items() if not known.count]
+
+    def _partition(self, known: _Topic, key: str) -> int:
+        return self._hash(key.encode()) % known.count if known.count else 0
+
+
+def _murmur2(key: bytes) -> int:
+    """Return Java's hash of a key, without its sign (``Utils.murmur2``, ``Utils.toPositive``)."""
+    mask, factor = 0xFFFFFFFF, 0x5BD1E995
+    whole = len(key) & ~3
+    found = 0x9747B28C ^ len(key)
+    for at in range(0, whole, 4):
+        word = int.from_bytes(key[at : at + 4], "little") * factor & mask
+        word = (word ^ word >> 24) * factor & mask
+        found = found * factor & mask ^ word
+    if rest := key[whole:]:
+        found = (found ^ int.from_bytes(rest, "little")) * factor & mask
+    found = (found ^ found >> 13) * factor & mask
+    return (found ^ found >> 15) & 0x7FFFFFFF
+
+
+def _fnv1a(key: bytes) -> int:
+    """Return the hash of Sarama's default partitioner: FNV-1a, of a negative number its amount."""
+    found = 0x811C9DC5
+    for byte in key:
+        found = (found ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return found if found < 0x80000000 else 0x100000000 - found
+
+
+_HASHES: Final[dict[str, Callable[[bytes], int]]] = {
+    "murmur2": _murmur2,
+    "consistent": zlib.crc32,
+    "fnv1a": _fnv1a,
+}
