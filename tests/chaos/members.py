@@ -110,7 +110,11 @@ class Members:
                 self.present[number] = self._start(self._roles[number])
 
     def await_applied(self, reader: LiveReader) -> None:
-        """Wait until the groups have reached the ends of their topics and all is settled, or nothing moves any more."""
+        """Wait until the groups have reached the ends of their topics and all is settled, or nothing moves any more.
+
+        What stands behind a transaction that a stranger has left open is not seen before the coordinator aborts it.
+        """
+        self._stage.topics.await_transactions(self._topics)
         admin = KafkaAdmin({"bootstrap.servers": self._stage.settings["bootstrap_servers"]})
         transformer = Consumer(
             {"bootstrap.servers": self._stage.topics.bootstrap_servers, "group.id": self._transform_group}
