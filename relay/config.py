@@ -16,6 +16,7 @@ from outbox.errors import ConfigurationError
 
 __all__ = ["Delivery", "Settings", "SourceKind", "delivery_seconds", "load", "producer_options", "state_topic_name"]
 
+_RETRIES: Final = frozenset({"retries", "message.send.max.retries"})
 _TIMEOUTS: Final = ("delivery.timeout.ms", "message.timeout.ms")
 
 # Any other value of these options would lose, duplicate or reorder events, or send them to an unverified server.
@@ -67,9 +68,10 @@ def producer_options(settings: Settings) -> dict[str, str]:
                     f"kafka option {name!r} is set by the relay itself for {settings.delivery}; remove it, and set "
                     "OUTBOX_RELAY__AT_MOST_ONCE_ACKS to 0 or 1"
                 )
-        _refuse_given(settings, _DELIVERY[settings.delivery].keys() | {"retries"})
+        _refuse_given(settings, _DELIVERY[settings.delivery].keys() | _RETRIES)
     else:
-        _refuse_given(settings, _DELIVERY[settings.delivery].keys() - _REQUIRED.keys())
+        # A message that librdkafka gives up can be overtaken: only the turn's deadline ends its retries.
+        _refuse_given(settings, (_DELIVERY[settings.delivery].keys() - _REQUIRED.keys()) | _RETRIES)
     for name, allowed in _REQUIRED.items():
         value = settings.kafka.get(name)
         if value is not None and value.lower() not in allowed:

@@ -8,9 +8,8 @@ in order.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
@@ -18,7 +17,6 @@ from relay.core.ports import (
     Batches,
     BatchRefused,
     BrokerUnavailable,
-    Claim,
     Completed,
     Confirm,
     DeliveryTimeout,
@@ -30,83 +28,10 @@ from relay.core.ports import (
     Unconfirmed,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import unavailable_on_kafka_error
-from relay.kafka.first_messages import FirstMessages
-from relay.kafka.producer import BatchProducer, Outcome, Sending
-from relay.kafka.routing import NoRoute
+from relay.kafka.ordered import OrderedProducer
+from relay.kafka.producer import BatchProducer, Sending
 from relay.kafka.takeover import Takeover
 from relay.kafka.tracing import traced
-
-
-class _IdempotentProducer(BatchProducer):
-    """A producer whose first message in each partition is acknowledged before the next one is sent there.
-
-    Otherwise a broker that refuses a request can take the next one: see first_messages.py.
-    """
-
-    def __init__(self, sending: Sending) -> None:
-        super().__init__(sending)
-        self._first = FirstMessages(sending.options["partitioner"])
-
-    def _send_ahead(self, batches: Batches, deadline: float) -> Mapping[int, Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        topics: dict[str, str] = {}
-        for kind in {claim.aggregate_type for claims in batches.values() for claim in claims}:
-            with contextlib.suppress(NoRoute):
-                topic = self._router.topic_of(kind, copy=False)
-                if self._first.may_come(topic):
-                    topics[kind] = topic
-        while topics:
-            before = len(outcomes)
-            # What is known of the turn if these fail.
-            self.sent = {
-                lane: list(self._first_of(claims, topics, outcomes, deadline)) for lane, claims in batches.items()
-            }
-            if len(outcomes) == before:
-                break
-            self.drain(deadline)
-            if self.failed:
-                raise BrokerUnavailable("Kafka: the first messages of partitions are not acknowledged")
-            self._learn(self._first.acknowledged(), deadline)
-        return outcomes
-
-    def _learn(self, topics: Sequence[str], deadline: float) -> None:
-        """Learn how many partitions topics have that have taken a message."""
-        if not topics:
-            return
-        with unavailable_on_kafka_error("asking for partitions"):
-            found = self.producer.list_topics(timeout=max(deadline - time.monotonic(), 0.1)).topics
-        for topic in topics:
-            if topic not in found or not found[topic].partitions:
-                raise BrokerUnavailable(f"Kafka does not say which partitions topic {topic!r} has")
-            self._first.learn(topic, len(found[topic].partitions))
-
-    def _first_of(
-        self,
-        claims: Sequence[Claim],
-        topics: Mapping[str, str],
-        outcomes: dict[int, Outcome],
-        deadline: float,
-    ) -> Iterator[Claim]:
-        """Send the events of a lane that are the first in their partitions."""
-        refused: set[tuple[str, str]] = set()
-        for claim in claims:
-            topic = topics.get(claim.aggregate_type)
-            # Copies of dead letters have another topic: their order is not promised.
-            if topic is None or claim.position in outcomes or claim.key in refused or topic != self._topic(claim):
-                continue
-            if self._prepare(claim, topic) is not None:
-                continue
-            if not self._first.is_known(topic):
-                self._first.learn(topic, self._new_topics.counts.pop(topic, 0))
-            if not self._first.is_first(topic, claim.aggregate_id):
-                continue
-            outcome = outcomes[claim.position] = self._send(claim, deadline)
-            if outcome is None:
-                self._first.sent(topic, claim.aggregate_id)
-                yield claim
-            else:
-                refused.add(claim.key)
 
 
 class IdempotentPublisher:
@@ -125,7 +50,7 @@ class IdempotentPublisher:
         self._leases: dict[int, Lease] = {}
         self._cut: set[int] = set()
         self._sender: BatchProducer | None
-        self._sender = BatchProducer(sending) if sending.at_most_once else _IdempotentProducer(sending)
+        self._sender = BatchProducer(sending) if sending.at_most_once else OrderedProducer(sending)
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
         """Fence and settle what a transactional producer may have left; most lanes have nothing of that kind."""

@@ -12,6 +12,7 @@ from relay.kafka.topics import FORBIDDEN
 REFUSALS: Final = {
     KafkaError.MSG_SIZE_TOO_LARGE: "the broker takes no message of this size; raise max.message.bytes of the topic "
     "(and OUTBOX_KAFKA__MESSAGE_MAX_BYTES), or remove the event",
+    KafkaError.RECORD_LIST_TOO_LARGE: "the broker takes no batch of this size; raise segment.bytes of the topic",
     KafkaError.INVALID_RECORD: "the broker calls the record invalid; a compacted topic takes no event without a key",
     KafkaError.POLICY_VIOLATION: "the broker's policy refuses it",
 }

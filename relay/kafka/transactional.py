@@ -74,7 +74,8 @@ from relay.core.ports import (
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
-from relay.kafka.producer import BatchProducer, Sending
+from relay.kafka.ordered import OrderedProducer
+from relay.kafka.producer import Sending
 from relay.kafka.refusals import REFUSALS
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover, own_ids
@@ -86,7 +87,7 @@ _INIT_SECONDS: Final = 10.0
 _ABORT_SECONDS: Final = 2.0
 
 
-class _TransactionalProducer(BatchProducer):
+class _TransactionalProducer(OrderedProducer):
     """A producer with its transactional id, and what its publisher knows of it.
 
     ends         how many EndTxns were sent to commit.

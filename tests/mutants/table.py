@@ -62,9 +62,25 @@ MUTANTS: Final = (
     Mutant(
         "first_messages_together",
         "order: a broker takes a request behind a producer's first one that it refused",
-        "relay/kafka/first_messages.py",
+        "outbox/_clients/first_messages.py",
         "return partition not in known.sent",
         "return False",
+        (f"{_RELAY}/kafka/test_publisher.py",),
+    ),
+    Mutant(
+        "first_messages_of_no_transaction",
+        "no loss: librdkafka takes one acknowledgement for two",
+        "relay/kafka/transactional.py",
+        "class _TransactionalProducer(OrderedProducer):",
+        "class _TransactionalProducer(OrderedProducer.__base__):",
+        (f"{_RELAY}/kafka/test_publisher.py",),
+    ),
+    Mutant(
+        "first_messages_pass_a_refused_one",
+        "order: a key waits behind its refused event",
+        "relay/kafka/ordered.py",
+        "            else:\n                waiting.add(key)\n",
+        "",
         (f"{_RELAY}/kafka/test_publisher.py",),
     ),
     Mutant(

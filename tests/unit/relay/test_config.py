@@ -306,6 +306,8 @@ def test_at_most_once_can_not_read_the_wal():
         ("at-most-once", "acks"),
         ("at-most-once", "enable.idempotence"),
         ("at-most-once", "message.send.max.retries"),
+        ("at-least-once", "message.send.max.retries"),
+        ("exactly-once", "retries"),
     ],
 )
 def test_options_that_a_delivery_rests_on_are_its_own(delivery, option):

@@ -7,16 +7,20 @@ import uuid
 
 import pytest
 from structlog.testing import capture_logs
+from takeover_support import place
 
+from outbox._clients.first_messages import FirstMessages
+from outbox.event import DEAD_LETTER
 from relay.config import load, producer_options
 from relay.core.lease import Lease
 from relay.core.ports import BatchRefused, Claim, Completed, DeliveryTimeout, Failed, Receipt, RecordMetadata
 from relay.kafka.client import NewTopics, log_unreachable
-from relay.kafka.first_messages import FirstMessages
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.producer import BatchProducer, Sending
-from relay.kafka.routing import Router
+from relay.kafka.routing import Route, Router
 from relay.kafka.topics import Topics
+
+__all__ = ["place"]
 
 
 def claim(number: int, kind: str, key: str = "4711", lane: int = 0) -> Claim:
@@ -156,8 +160,10 @@ def test_the_first_messages_are_those_that_land_in_partitions_without_one(outbox
     sender.close()
 
 
-def test_a_turn_waits_once_for_its_first_messages_whatever_the_number_of_partitions(outbox_kafka, monkeypatch):
-    waits = []
+@pytest.fixture
+def waits(monkeypatch) -> list[int]:
+    """How many events were sent when a producer waited for acknowledgements."""
+    waits: list[int] = []
     drain = BatchProducer.drain
 
     def counted(self: BatchProducer, deadline: float) -> None:
@@ -165,6 +171,10 @@ def test_a_turn_waits_once_for_its_first_messages_whatever_the_number_of_partiti
         drain(self, deadline)
 
     monkeypatch.setattr(BatchProducer, "drain", counted)
+    return waits
+
+
+def test_a_turn_waits_once_for_its_first_messages_whatever_the_number_of_partitions(outbox_kafka, waits):
     kinds = [outbox_kafka.name("Order"), outbox_kafka.name("Bill")]
     for kind in kinds:
         outbox_kafka.create_topic(f"{kind.lower()}-events", 64)
@@ -175,6 +185,60 @@ def test_a_turn_waits_once_for_its_first_messages_whatever_the_number_of_partiti
     sender.close()
     # One of each partition, then all; the second turn has no first messages.
     assert waits == [128, 16_000, 16_000]
+
+
+def test_a_transaction_has_first_messages_too_because_librdkafka_takes_one_acknowledgement_for_two(place, waits):
+    """A request that was refused for a moment counts as acknowledged with the one behind it, and is lost."""
+    worker = place.joined("a")
+    del waits[:]
+    # Two producers take turns.
+    for number in range(3):
+        place.tables.add(*["k"] * 5, kind=place.kind)
+        assert worker.turn(50) == 5
+        assert waits == [[1, 5], [1, 5], [5]][number]
+        del waits[:]
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_a_key_waits_behind_its_event_that_is_too_large_for_a_message_also_among_first_messages(outbox_kafka, fetched):
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+    sender = publisher(outbox_kafka)
+    if not fetched:
+        sender._sender._new_topics = NewTopics(0.0)
+    first, *others = [claim(n, kind) for n in range(1, 4)]
+    sent = sender.publish({0: [first._replace(value=b"x" * 2_000_000), *others, claim(4, kind, "another")]})
+    assert isinstance(sent, Completed)
+    assert [refused.position for refused, _ in sent.receipts[0].refused] == [1]
+    assert [item.position for item in sent.receipts[0].published.rows] == [4]
+    sender.close()
+    assert stored(outbox_kafka.consume(topic)) == [4]
+
+
+def test_copies_for_a_dead_letter_topic_have_first_messages(outbox_kafka, waits):
+    kind = outbox_kafka.name("Order")
+    topic, copies = outbox_kafka.create_topic(f"{kind.lower()}-events", 1), outbox_kafka.create_topic("copies", 4)
+    options = {"bootstrap.servers": outbox_kafka.bootstrap_servers}
+    router = Router({kind: Route(topic, dead_letter_topic=copies)})
+    sending = Sending(producer_options(load(kafka=options)), router, Topics(options, create=False), "/shop", 60.0)
+    sender = IdempotentPublisher(sending)
+    claims = [claim(n, kind, f"k{n}")._replace(headers={DEAD_LETTER: "why"}) for n in range(100)]
+    assert len(published(sender.publish({0: claims}).receipts[0])) == 100
+    assert waits == [4, 100]
+    sender.close()
+
+
+def test_a_batch_that_is_larger_than_a_segment_is_refused_so_that_a_smaller_one_is_tried(outbox_kafka):
+    kind = outbox_kafka.name("Order")
+    outbox_kafka.create_topic(f"{kind.lower()}-events", 1, {"segment.bytes": "1048576", "max.message.bytes": "8000000"})
+    large = {"batch.size": "4000000", "message.max.bytes": "8000000", "linger.ms": "1000", "compression.type": "none"}
+    sender = publisher(outbox_kafka, options=large)
+    claims = [claim(n, kind)._replace(value=b"x" * 50_000) for n in range(60)]
+    sent = sender.publish({0: claims})
+    assert isinstance(sent, Failed)
+    assert isinstance(sent.error, BatchRefused)
+    assert "segment.bytes" in str(sent.error)
+    sender.close()
 
 
 def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_kafka):

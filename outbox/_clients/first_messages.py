@@ -1,14 +1,21 @@
-"""Which messages are the first of a producer in their partitions: they are sent by themselves, or others overtake them.
+"""Which messages are the first of a producer in their partitions: they are sent by themselves, or others are lost.
 
 An idempotent producer numbers its messages in each partition, and the broker refuses a request whose numbers do not
 follow the last ones it has (KIP-98). Of a producer that it does not know in the partition it takes any number. So if it
-refuses the first request, for one message that is too large for the topic, or because too few replicas are in sync, it
-takes the second one, which is on its way: librdkafka's fatal error comes too late, with whatever ``max.in.flight``. The
-events of the first request would come again by the next producer, behind later ones of their keys.
+refuses the first request, it takes the second one, which is on its way:
 
-So a producer's first message in a partition is acknowledged before the next one is sent. A broker forgets a producer
-that does not write to a partition for ``producer.id.expiration.ms`` (a day); here it is forgotten after an hour.
-A transaction does not need this: its abort takes all of it back.
+| why it refuses the first request    | what librdkafka does                    | what follows                        |
+|-------------------------------------|-----------------------------------------|-------------------------------------|
+| a message is too large for the      | fails its messages; its fatal error     | they come again by the next         |
+| topic, or invalid                   | comes too late, whatever max.in.flight  | producer, behind later ones of their|
+|                                     |                                         | keys                                |
+| it is not the leader yet, does not  | takes the second acknowledgement for    | they are lost and count as          |
+| know the topic yet, or has too few  | the first one, too: an "implicit ack"   | published, also in a transaction    |
+| replicas                            |                                         |                                     |
+
+So a producer's first message in a partition is acknowledged before the next one is sent. Brokers forget a producer that
+does not write to a partition for ``producer.id.expiration.ms``, partitions are added, and topics are made anew: after a
+minute nothing is known of a topic any more.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-_KNOWN_SECONDS: Final = 3600.0
+_KNOWN_SECONDS: Final = 60.0
 _MOST_KEYS: Final = 100_000
 
 
@@ -52,7 +59,7 @@ class FirstMessages:
         return not self.is_known(topic) or bool(self._topics[topic].cold)
 
     def is_known(self, topic: str) -> bool:
-        """Return whether ``learn`` was called for a topic, within the last hour."""
+        """Return whether ``learn`` was called for a topic, within the last minute."""
         known = self._topics.get(topic)
         return known is not None and self._clock() - known.since < _KNOWN_SECONDS
 

@@ -1,0 +1,93 @@
+"""A producer whose first message in each partition is acknowledged before the next one is sent there.
+
+Without that, events can be lost, or overtake others of their key: see outbox/_clients/first_messages.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from outbox._clients.first_messages import FirstMessages
+from outbox.event import DEAD_LETTER
+from relay.core.ports import Batches, BrokerUnavailable, Claim, Kind, kind_of
+from relay.kafka.client import unavailable_on_kafka_error
+from relay.kafka.producer import BatchProducer, Outcome, Sending
+from relay.kafka.routing import NoRoute
+
+
+class OrderedProducer(BatchProducer):
+    """Sends the first messages of a turn ahead of the others, and waits for their acknowledgements."""
+
+    def __init__(self, sending: Sending, transactional_id: str | None = None) -> None:
+        super().__init__(sending, transactional_id)
+        self._first = FirstMessages(sending.options["partitioner"])
+
+    def _send_ahead(self, batches: Batches, deadline: float) -> Mapping[int, Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        topics = dict(self._cold_topics(batches))
+        waiting: set[tuple[str, str]] = set()
+        while topics:
+            before = len(outcomes)
+            # What is known of the turn if these fail.
+            self.sent = {
+                lane: list(self._first_of(claims, topics, outcomes, waiting, deadline))
+                for lane, claims in batches.items()
+            }
+            if len(outcomes) == before:
+                break
+            self.drain(deadline)
+            if self.failed:
+                raise BrokerUnavailable("Kafka: the first messages of partitions are not acknowledged")
+            self._learn(self._first.acknowledged(), deadline)
+        return outcomes
+
+    def _cold_topics(self, batches: Batches) -> Iterator[tuple[Kind, str]]:
+        """Return the topics of the turn that may have first messages, by kind of event."""
+        claims = [claim for claims in batches.values() for claim in claims]
+        kinds = {(aggregate_type, False) for aggregate_type in {claim.aggregate_type for claim in claims}}
+        kinds |= {kind_of(claim) for claim in claims if claim.headers and DEAD_LETTER in claim.headers}
+        for kind in kinds:
+            with contextlib.suppress(NoRoute):
+                topic = self._router.topic_of(kind[0], copy=kind[1])
+                if self._first.may_come(topic):
+                    yield kind, topic
+
+    def _first_of(
+        self,
+        claims: Sequence[Claim],
+        topics: Mapping[Kind, str],
+        outcomes: dict[int, Outcome],
+        waiting: set[tuple[str, str]],
+        deadline: float,
+    ) -> Iterator[Claim]:
+        """Send the events of a lane that are the first in their partitions, and of ``waiting`` keys none."""
+        for claim in claims:
+            topic, key = topics.get(kind_of(claim)), claim.key
+            if topic is None or claim.position in outcomes or key in waiting:
+                continue
+            if self._prepare(claim, topic) is not None:
+                waiting.add(key)
+                continue
+            if not self._first.is_known(topic):
+                self._first.learn(topic, self._new_topics.counts.pop(topic, 0))
+            if not self._first.is_first(topic, claim.aggregate_id):
+                continue
+            outcome = outcomes[claim.position] = self._send(claim, deadline)
+            if outcome is None:
+                self._first.sent(topic, claim.aggregate_id)
+                yield claim
+            else:
+                waiting.add(key)
+
+    def _learn(self, topics: Sequence[str], deadline: float) -> None:
+        """Learn how many partitions topics have that have taken a message."""
+        if not topics:
+            return
+        with unavailable_on_kafka_error("asking for partitions"):
+            found = self.producer.list_topics(timeout=max(deadline - time.monotonic(), 0.1)).topics
+        for topic in topics:
+            if topic not in found or not found[topic].partitions:
+                raise BrokerUnavailable(f"Kafka does not say which partitions topic {topic!r} has")
+            self._first.learn(topic, len(found[topic].partitions))
