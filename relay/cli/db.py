@@ -264,8 +264,9 @@ def roles(
         )
     )
     limited = list(limits(chosen, _schema_of(settings, schema, consumer=False), _limits(aggregate_type or ())))
-    # Whoever executes them has a search path of its own.
-    for statement in ("SET search_path = pg_catalog", *limited, *statements, "RESET search_path"):
+    # Whoever executes them has a search path of its own. A running service never sees a REVOKE without its GRANT.
+    in_one = ("BEGIN", *statements, "COMMIT")
+    for statement in ("SET search_path = pg_catalog", *limited, *in_one, "RESET search_path"):
         typer.echo(f"{statement};")
     if apply:
         for part in (*([one] for one in limited), statements):
