@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
-from psycopg import sql
+from psycopg import errors, sql
 
-from outbox.errors import OperationRefused
+from outbox._clients.errors import first_line
+from outbox.errors import OperationRefused, TablesInUse
 from relay.audit.sums import MODULUS, event_minute, halves, total
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
@@ -27,6 +30,12 @@ from relay.settle.statements import names_of
 
 _TRIGGER: Final = "outbox_ledger"
 _LEAST_DAYS: Final = 7
+
+# All writers wait behind a change that waits for one of them, and behind a client that is stopped in it.
+_LOCK_TIMEOUT: Final = "5s"
+_IDLE_TIMEOUT: Final = "10s"
+_LIMITS: Final = """
+SELECT set_config('lock_timeout', %s, true), set_config('idle_in_transaction_session_timeout', %s, true)"""
 
 _EXISTS: Final = """
 SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -130,7 +139,7 @@ def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | Non
 def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None) -> None:
     """Begin to keep the ledger. Needs the rights of the tables' owner. Waits for the writers that are at work.
 
-    Raises OperationRefused if it is on, Unavailable and SchemaError.
+    Raises OperationRefused if it is on, TablesInUse if they take too long, Unavailable and SchemaError.
     """
     names = _names(schema, connection)
     hashed = halves("ids", sql.SQL("pg_catalog.uuid_send(event_id)"))
@@ -138,7 +147,7 @@ def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None
     key = secrets.token_bytes(32)
     text = body.as_string(connection).replace("%(key)s::bytea", sql.Literal(key).as_string(connection))
     names |= {"key": sql.Literal(key), "body": sql.Literal(text)}
-    with unavailable_on_error("turning the ledger on"), connection.transaction():
+    with _change(connection, "turning the ledger on"):
         if _exists(connection, schema):
             raise OperationRefused("the ledger is on already")
         for statement in (*_TABLES, _FUNCTION, *_ON):
@@ -156,9 +165,9 @@ def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None
 
 
 def turn_off(connection: psycopg.Connection[Any], schema: str, reason: str | None) -> None:
-    """Drop the ledger. Raises OperationRefused if it is off, Unavailable and SchemaError."""
+    """Drop the ledger. Raises OperationRefused if it is off, TablesInUse, Unavailable and SchemaError."""
     names = _names(schema, connection)
-    with unavailable_on_error("turning the ledger off"), connection.transaction():
+    with _change(connection, "turning the ledger off"):
         if not _exists(connection, schema):
             raise OperationRefused("the ledger is off")
         for statement in _OFF:
@@ -179,6 +188,18 @@ def prune(connection: psycopg.Connection[Any], schema: str, days: int) -> bool:
         connection.execute(sql.SQL(_SINCE).format(**names), {"days": max(days, _LEAST_DAYS)})
         connection.execute(sql.SQL(_ADD_UP).format(**names))
     return True
+
+
+@contextmanager
+def _change(connection: psycopg.Connection[Any], doing: str) -> Iterator[None]:
+    with unavailable_on_error(doing):
+        try:
+            with connection.transaction():
+                connection.execute(_LIMITS, (_LOCK_TIMEOUT, _IDLE_TIMEOUT))
+                yield
+        except (errors.LockNotAvailable, errors.DeadlockDetected) as error:
+            advice = "long transactions use these tables; try again when they have ended"
+            raise TablesInUse(f"Postgres, {doing}: {first_line(error)}; {advice}") from error
 
 
 def _exists(connection: psycopg.Connection[Any], schema: str) -> bool:

@@ -284,14 +284,20 @@ def ledger(
     """Let the database count events as they are written, for `outbox audit`. Run it as the tables' owner."""
     from contextlib import closing
 
+    from outbox._app import migrate as db
     from relay.audit.ledger import turn_off, turn_on
     from relay.database import Connector
 
     if switch not in {"on", "off"}:
         raise ConfigurationError(f"{switch!r} must be on or off")
     url, name = _target(database_url, schema, consumer=False)
-    with closing(Connector(url, "outbox db ledger")()) as connection:
-        (turn_on if switch == "on" else turn_off)(connection, name, reason)
+    connect = Connector(url, "outbox db ledger")
+
+    def change() -> None:
+        with closing(connect()) as connection:
+            (turn_on if switch == "on" else turn_off)(connection, name, reason)
+
+    db.repeated(_say_why, change)
     typer.echo(f"schema {name}: the ledger is {switch}")
 
 
