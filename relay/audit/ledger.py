@@ -27,6 +27,7 @@ from relay.audit.sums import MODULUS, event_minute, halves, total
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.settle.statements import names_of
+from relay.tasks.archive import MOST_OVERDUE_DAYS
 
 _TRIGGER: Final = "outbox_ledger"
 _LEAST_DAYS: Final = 7
@@ -94,6 +95,11 @@ _OFF: Final = (
     "DROP FUNCTION IF EXISTS {function}()",
     "DROP TABLE IF EXISTS {ledger}, {ledger_state}",
 )
+
+# How long ago the oldest of the old rows should have been deleted: with an id of long ago a row is old from the first.
+_OVERDUE: Final = """
+SELECT extract(epoch FROM now() - make_interval(days => %(days)s) - min(greatest(to_timestamp(minute * 60), written_at)))
+       / 86400 FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"""
 
 _OLD: Final = "DELETE FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"
 
@@ -175,18 +181,30 @@ def turn_off(connection: psycopg.Connection[Any], schema: str, reason: str | Non
         note(connection, names, "ledger off", reason, {})
 
 
-def prune(connection: psycopg.Connection[Any], schema: str, days: int) -> bool:
+def prune(connection: psycopg.Connection[Any], schema: str, days: int, *, force: bool = False) -> bool:
     """Add up the rows of one minute, and delete those of more than ``days`` ago, but none of the last week.
 
-    Returns whether the ledger is on. Raises Unavailable and SchemaError.
+    Returns whether the ledger is on. Without ``force``, raises OperationRefused when these expired too long ago, as for
+    the archive; the rows of one minute are added up all the same. Raises Unavailable and SchemaError.
     """
     names = _names(schema, connection)
+    bound = {"days": max(days, _LEAST_DAYS)}
     with unavailable_on_error("adding up the ledger"), connection.transaction():
         if not _exists(connection, schema):
             return False
-        connection.execute(sql.SQL(_OLD).format(**names), {"days": max(days, _LEAST_DAYS)})
-        connection.execute(sql.SQL(_SINCE).format(**names), {"days": max(days, _LEAST_DAYS)})
+        ((overdue,),) = connection.execute(sql.SQL(_OVERDUE).format(**names), bound).fetchall()
+        held_back = overdue is not None and overdue > MOST_OVERDUE_DAYS and not force
+        # What has no old rows is complete since then as before.
+        if overdue is not None and not held_back:
+            connection.execute(sql.SQL(_OLD).format(**names), bound)
+            connection.execute(sql.SQL(_SINCE).format(**names), bound)
         connection.execute(sql.SQL(_ADD_UP).format(**names))
+    if held_back:
+        raise OperationRefused(
+            f"the ledger is kept: the first of its old rows should have been deleted {overdue:.0f} days ago. Either the "
+            "database's clock is wrong, or the ledger was not pruned for days, or fewer days are kept than before; if "
+            "the clock is right, run `outbox db prune --force`"
+        )
     return True
 
 

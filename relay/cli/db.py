@@ -181,14 +181,18 @@ def prune(
     url, name = _target(database_url, schema, consumer=False)
     connect = Connector(url, "outbox db prune")
     keep = load().relay.archive_days if days is None else days
-    if not dry_run:
+
+    def keep_ledger() -> bool:
+        if dry_run:
+            return False
         with closing(connect()) as connection:
-            ledger_kept = prune_ledger(connection, name, keep)
-        if ledger_kept and days is None and keep == 0:
-            typer.echo("the ledger was added up; there is no archive to keep")
-            return
+            return prune_ledger(connection, name, keep, force=force)
+
     if days is None and keep == 0:
-        raise ConfigurationError("no number of days to keep: set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
+        if not keep_ledger():
+            raise ConfigurationError("no number of days to keep: set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
+        typer.echo("the ledger was added up; there is no archive to keep")
+        return
     plan = Retention(connect, name, keep).prune(dry_run=dry_run, force=force)
     if as_json:
         print_json(
@@ -201,8 +205,10 @@ def prune(
                 "overdue_days": plan.overdue_days,
             }
         )
-        return
-    _print_plan(plan, dry_run=dry_run, force=force)
+    else:
+        _print_plan(plan, dry_run=dry_run, force=force)
+    # Only now, as a clock that is wrong is found out by the archive too.
+    keep_ledger()
 
 
 def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
