@@ -45,10 +45,11 @@ SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.rel
 # Whether it is kept now, and whether this role may read it.
 _KEPT: Final = """
 SELECT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = {events_name}::regclass AND tgname = 'outbox_ledger'
-                                        AND tgenabled IN ('O', 'A'))
-   AND has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({state_name}, 'SELECT')"""
+                                        AND tgenabled IN ('O', 'A')),
+       has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({state_name}, 'SELECT')"""
 
-_STATE: Final = "SELECT key, since FROM {ledger_state}"
+_STATE: Final = "SELECT key, since, since > clock_timestamp() FROM {ledger_state}"
+_AGAIN: Final = "`outbox db ledger off` and `on` begin another one"
 
 _OWNER: Final = """
 SELECT relowner::regrole::text, relowner <> current_user::regrole FROM pg_class WHERE oid = {events_name}::regclass"""
@@ -98,8 +99,8 @@ _OFF: Final = (
 
 # How long ago the oldest of the old rows should have been deleted: with an id of long ago a row is old from the first.
 _OVERDUE: Final = """
-SELECT extract(epoch FROM now() - make_interval(days => %(days)s) - min(greatest(to_timestamp(minute * 60), written_at)))
-       / 86400 FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"""
+SELECT extract(epoch FROM now() - min(greatest(to_timestamp(minute * 60), written_at))) / 86400 - %(days)s
+  FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"""
 
 _OLD: Final = "DELETE FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"
 
@@ -126,8 +127,8 @@ class LedgerState:
     since: dt.datetime
 
 
-def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | None:
-    """Return the ledger's state; None if it is off, disabled, or not to be read by this role.
+def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | str | None:
+    """Return the ledger's state; if it is on but can't be used, why; None if it is off.
 
     Raises Unavailable and SchemaError.
     """
@@ -135,11 +136,18 @@ def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | Non
     with unavailable_on_error("looking for the ledger"):
         if not _exists(connection, schema):
             return None
-        kept = connection.execute(sql.SQL(_KEPT).format(**names)).fetchone()
-        if kept is None or not kept[0]:
-            return None
+        ((kept, readable),) = connection.execute(sql.SQL(_KEPT).format(**names)).fetchall()
+        if not readable:
+            grant = "grant it: `outbox db roles operator=ROLE --apply`"
+            return f"there is a ledger, but this role may not read it; {grant}"
         row = connection.execute(sql.SQL(_STATE).format(**names)).fetchone()
-    return None if row is None else LedgerState(bytes(row[0]), row[1])
+    if not kept or row is None:
+        found = f"its trigger on {schema}.events is disabled or missing" if row else "ledger_state is empty"
+        return f"there is a ledger, but events are not counted: {found}; {_AGAIN}"
+    key, since, ahead = row
+    if ahead:
+        return f"the ledger is kept since {since}, which is still to come by the database's clock; {_AGAIN}"
+    return LedgerState(bytes(key), since)
 
 
 def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None) -> None:
@@ -201,9 +209,9 @@ def prune(connection: psycopg.Connection[Any], schema: str, days: int, *, force:
         connection.execute(sql.SQL(_ADD_UP).format(**names))
     if held_back:
         raise OperationRefused(
-            f"the ledger is kept: the first of its old rows should have been deleted {overdue:.0f} days ago. Either the "
-            "database's clock is wrong, or the ledger was not pruned for days, or fewer days are kept than before; if "
-            "the clock is right, run `outbox db prune --force`"
+            f"the ledger is kept: the first of its old rows should have been deleted {overdue:.0f} days ago. Either "
+            "the database's clock is wrong, or the ledger was not pruned for days, or fewer days are kept than before; "
+            "if the clock is right, run `outbox db prune --force`"
         )
     return True
 

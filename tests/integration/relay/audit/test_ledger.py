@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline
 from confluent_kafka import Producer
-from rows_and_roles import put
+from rows_and_roles import login_role, put
 from spans import relay
 from support import order, wait_until, write
 from typer.testing import CliRunner
@@ -213,6 +213,40 @@ def test_a_command_that_is_stopped_while_it_turns_it_on_or_off_keeps_no_writer_o
         assert admin.execute("SELECT count(*) FROM pg_trigger WHERE tgname = 'outbox_ledger'").fetchone() == (
             (word == "off"),
         )
+
+
+def test_an_audit_says_why_a_ledger_that_is_there_is_not_used(ledger, monkeypatch):
+    written(ledger, 1)
+
+    def notes() -> list[str]:
+        status, found = ledger.audit()
+        assert status == 0
+        return [note for note in found["notes"] if "ledger" in note and "archive" not in note]
+
+    def then(statement: str, back: str) -> list[str]:
+        ledger.run(statement)
+        said = notes()
+        ledger.run(back)
+        return said
+
+    assert notes() == []
+    said = "there is a ledger, but events are not counted: its trigger on outbox.events is disabled or missing; "
+    again = "`outbox db ledger off` and `on` begin another one"
+    trigger = "ALTER TABLE outbox.events {} TRIGGER outbox_ledger"
+    assert then(trigger.format("DISABLE"), trigger.format("ENABLE")) == [said + again]
+    since = "UPDATE outbox.ledger_state SET since = since {} interval '1 day'"
+    [note] = then(since.format("+"), since.format("-"))
+    assert re.fullmatch(rf"the ledger is kept since .+, which is still to come by the database's clock; {again}", note)
+    with psycopg.connect(ledger.database.url, autocommit=True) as admin, login_role(admin, "operator") as role:
+        kinds = (f"operator={role}", f"consumer-monitor={role}")
+        assert CliRunner().invoke(app, ["db", "roles", *kinds, "--apply"], env=ledger.environment).exit_code == 0
+        theirs = ledger.environment | {"OUTBOX_DATABASE_URL": ledger.database.url.replace("postgres@", f"{role}@")}
+        monkeypatch.setattr(Pipeline, "environment", theirs)
+        assert notes() == []
+        grant = f"SELECT ON outbox.ledger_state {{}} {role}"
+        assert then(f"REVOKE {grant.format('FROM')}", f"GRANT {grant.format('TO')}") == [
+            "there is a ledger, but this role may not read it; grant it: `outbox db roles operator=ROLE --apply`"
+        ]
 
 
 def test_a_type_that_a_writer_plants_is_not_used(ledger):
