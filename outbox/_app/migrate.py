@@ -41,6 +41,9 @@ _LOCK: Final = 0x6F7574626F780001
 _LOCK_TIMEOUT: Final = "5s"
 """For every other lock: a transaction that waits for a table blocks all that come after it."""
 
+_IDLE_TIMEOUT: Final = "10s"
+"""A client that is stopped, or gone without a word, keeps its locks no longer."""
+
 _TRIES: Final = 6
 """Of a change that meets such a transaction, with growing pauses between them."""
 _FIRST_PAUSE_SECONDS: Final = 1.0
@@ -55,6 +58,7 @@ Database = str | Callable[[], psycopg.Connection[Any]]
 """An address, or a function that connects: for a host application with connections of its own."""
 
 _ADVICE: Final = {
+    "25P03": "the command was stopped for too long; it has changed nothing, run it again",
     "25006": "this connection may only read: use the primary server and a role that may write",
     "2BP01": "if it is `outbox cdc setup`'s publication: `outbox cdc drop` first, and set it up again afterwards",
     "3F000": "create the tables with `outbox db upgrade`, or correct the schema's name",
@@ -448,6 +452,8 @@ def _refuse_unknown(history: History, there: Sequence[str], schema: str) -> None
 def _transaction(url: Database) -> Iterator[sa.Connection]:
     """Open a transaction under the lock for schema changes; it sees every row or fails."""
     with connected(url) as connection, connection.begin():
+        connection.execute(sa.select(sa.func.set_config("idle_in_transaction_session_timeout", _IDLE_TIMEOUT, True)))
+        # Without a limit: whoever waits here holds no lock yet, and the change before it ends, as it can't be idle.
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
         connection.execute(sa.select(sa.func.set_config("lock_timeout", _LOCK_TIMEOUT, True)))
         # A row-security policy that hides rows would make a full table look empty.

@@ -78,12 +78,15 @@ class _Comparison:
         sink_url = settings.relay.sink_url
         self._connection = opened.enter_context(closing(Connector(settings.require_database(), "outbox audit")()))
         self._sink = opened.enter_context(closing(connect(sink_url or settings.require_database(), "outbox audit")))
-        kept = ledger.state(self._connection, settings.db_schema)
+        found = ledger.state(self._connection, settings.db_schema)
+        kept = found if isinstance(found, ledger.LedgerState) else None
         self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
         self._ledger = kept is not None and kept.key == self._key
         # Events of the minute in which it was turned on may have been written before.
         self._ledger_from = minute_of(kept.since) + 1 if kept and self._ledger else self._minutes.stop
         self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
+        if isinstance(found, str):
+            self._audit.notes.append(found)
         self._tables = Tables(
             *(self._connection, settings.db_schema, self._router, scope.topics, self._minutes, self._key),
             order_minutes=scope.order_minutes,

@@ -13,20 +13,30 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
-from psycopg import sql
+from psycopg import errors, sql
 
-from outbox.errors import OperationRefused
+from outbox._clients.errors import first_line
+from outbox.errors import OperationRefused, TablesInUse
 from relay.audit.sums import MODULUS, event_minute, halves, total
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.settle.statements import names_of
+from relay.tasks.archive import MOST_OVERDUE_DAYS
 
 _TRIGGER: Final = "outbox_ledger"
 _LEAST_DAYS: Final = 7
+
+# All writers wait behind a change that waits for one of them, and behind a client that is stopped in it.
+_LOCK_TIMEOUT: Final = "5s"
+_IDLE_TIMEOUT: Final = "10s"
+_LIMITS: Final = """
+SELECT set_config('lock_timeout', %s, true), set_config('idle_in_transaction_session_timeout', %s, true)"""
 
 _EXISTS: Final = """
 SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -35,10 +45,11 @@ SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.rel
 # Whether it is kept now, and whether this role may read it.
 _KEPT: Final = """
 SELECT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = {events_name}::regclass AND tgname = 'outbox_ledger'
-                                        AND tgenabled IN ('O', 'A'))
-   AND has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({state_name}, 'SELECT')"""
+                                        AND tgenabled IN ('O', 'A')),
+       has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({state_name}, 'SELECT')"""
 
-_STATE: Final = "SELECT key, since FROM {ledger_state}"
+_STATE: Final = "SELECT key, since, since > clock_timestamp() FROM {ledger_state}"
+_AGAIN: Final = "`outbox db ledger off` and `on` begin another one"
 
 _OWNER: Final = """
 SELECT relowner::regrole::text, relowner <> current_user::regrole FROM pg_class WHERE oid = {events_name}::regclass"""
@@ -86,6 +97,11 @@ _OFF: Final = (
     "DROP TABLE IF EXISTS {ledger}, {ledger_state}",
 )
 
+# How long ago the oldest of the old rows should have been deleted: with an id of long ago a row is old from the first.
+_OVERDUE: Final = """
+SELECT extract(epoch FROM now() - min(greatest(to_timestamp(minute * 60), written_at))) / 86400 - %(days)s
+  FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"""
+
 _OLD: Final = "DELETE FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"
 
 _SINCE: Final = "UPDATE {ledger_state} SET since = greatest(since, now() - make_interval(days => %(days)s))"
@@ -111,8 +127,8 @@ class LedgerState:
     since: dt.datetime
 
 
-def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | None:
-    """Return the ledger's state; None if it is off, disabled, or not to be read by this role.
+def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | str | None:
+    """Return the ledger's state; if it is on but can't be used, why; None if it is off.
 
     Raises Unavailable and SchemaError.
     """
@@ -120,17 +136,24 @@ def state(connection: psycopg.Connection[Any], schema: str) -> LedgerState | Non
     with unavailable_on_error("looking for the ledger"):
         if not _exists(connection, schema):
             return None
-        kept = connection.execute(sql.SQL(_KEPT).format(**names)).fetchone()
-        if kept is None or not kept[0]:
-            return None
+        ((kept, readable),) = connection.execute(sql.SQL(_KEPT).format(**names)).fetchall()
+        if not readable:
+            grant = "grant it: `outbox db roles operator=ROLE --apply`"
+            return f"there is a ledger, but this role may not read it; {grant}"
         row = connection.execute(sql.SQL(_STATE).format(**names)).fetchone()
-    return None if row is None else LedgerState(bytes(row[0]), row[1])
+    if not kept or row is None:
+        found = f"its trigger on {schema}.events is disabled or missing" if row else "ledger_state is empty"
+        return f"there is a ledger, but events are not counted: {found}; {_AGAIN}"
+    key, since, ahead = row
+    if ahead:
+        return f"the ledger is kept since {since}, which is still to come by the database's clock; {_AGAIN}"
+    return LedgerState(bytes(key), since)
 
 
 def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None) -> None:
     """Begin to keep the ledger. Needs the rights of the tables' owner. Waits for the writers that are at work.
 
-    Raises OperationRefused if it is on, Unavailable and SchemaError.
+    Raises OperationRefused if it is on, TablesInUse if they take too long, Unavailable and SchemaError.
     """
     names = _names(schema, connection)
     hashed = halves("ids", sql.SQL("pg_catalog.uuid_send(event_id)"))
@@ -138,7 +161,7 @@ def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None
     key = secrets.token_bytes(32)
     text = body.as_string(connection).replace("%(key)s::bytea", sql.Literal(key).as_string(connection))
     names |= {"key": sql.Literal(key), "body": sql.Literal(text)}
-    with unavailable_on_error("turning the ledger on"), connection.transaction():
+    with _change(connection, "turning the ledger on"):
         if _exists(connection, schema):
             raise OperationRefused("the ledger is on already")
         for statement in (*_TABLES, _FUNCTION, *_ON):
@@ -156,9 +179,9 @@ def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None
 
 
 def turn_off(connection: psycopg.Connection[Any], schema: str, reason: str | None) -> None:
-    """Drop the ledger. Raises OperationRefused if it is off, Unavailable and SchemaError."""
+    """Drop the ledger. Raises OperationRefused if it is off, TablesInUse, Unavailable and SchemaError."""
     names = _names(schema, connection)
-    with unavailable_on_error("turning the ledger off"), connection.transaction():
+    with _change(connection, "turning the ledger off"):
         if not _exists(connection, schema):
             raise OperationRefused("the ledger is off")
         for statement in _OFF:
@@ -166,19 +189,43 @@ def turn_off(connection: psycopg.Connection[Any], schema: str, reason: str | Non
         note(connection, names, "ledger off", reason, {})
 
 
-def prune(connection: psycopg.Connection[Any], schema: str, days: int) -> bool:
+def prune(connection: psycopg.Connection[Any], schema: str, days: int, *, force: bool = False) -> bool:
     """Add up the rows of one minute, and delete those of more than ``days`` ago, but none of the last week.
 
-    Returns whether the ledger is on. Raises Unavailable and SchemaError.
+    Returns whether the ledger is on. Without ``force``, raises OperationRefused when these expired too long ago, as for
+    the archive; the rows of one minute are added up all the same. Raises Unavailable and SchemaError.
     """
     names = _names(schema, connection)
+    bound = {"days": max(days, _LEAST_DAYS)}
     with unavailable_on_error("adding up the ledger"), connection.transaction():
         if not _exists(connection, schema):
             return False
-        connection.execute(sql.SQL(_OLD).format(**names), {"days": max(days, _LEAST_DAYS)})
-        connection.execute(sql.SQL(_SINCE).format(**names), {"days": max(days, _LEAST_DAYS)})
+        ((overdue,),) = connection.execute(sql.SQL(_OVERDUE).format(**names), bound).fetchall()
+        held_back = overdue is not None and overdue > MOST_OVERDUE_DAYS and not force
+        # What has no old rows is complete since then as before.
+        if overdue is not None and not held_back:
+            connection.execute(sql.SQL(_OLD).format(**names), bound)
+            connection.execute(sql.SQL(_SINCE).format(**names), bound)
         connection.execute(sql.SQL(_ADD_UP).format(**names))
+    if held_back:
+        raise OperationRefused(
+            f"the ledger is kept: the first of its old rows should have been deleted {overdue:.0f} days ago. Either "
+            "the database's clock is wrong, or the ledger was not pruned for days, or fewer days are kept than before; "
+            "if the clock is right, run `outbox db prune --force`"
+        )
     return True
+
+
+@contextmanager
+def _change(connection: psycopg.Connection[Any], doing: str) -> Iterator[None]:
+    with unavailable_on_error(doing):
+        try:
+            with connection.transaction():
+                connection.execute(_LIMITS, (_LOCK_TIMEOUT, _IDLE_TIMEOUT))
+                yield
+        except (errors.LockNotAvailable, errors.DeadlockDetected) as error:
+            advice = "long transactions use these tables; try again when they have ended"
+            raise TablesInUse(f"Postgres, {doing}: {first_line(error)}; {advice}") from error
 
 
 def _exists(connection: psycopg.Connection[Any], schema: str) -> bool:

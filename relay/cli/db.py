@@ -181,14 +181,18 @@ def prune(
     url, name = _target(database_url, schema, consumer=False)
     connect = Connector(url, "outbox db prune")
     keep = load().relay.archive_days if days is None else days
-    if not dry_run:
+
+    def keep_ledger() -> bool:
+        if dry_run:
+            return False
         with closing(connect()) as connection:
-            ledger_kept = prune_ledger(connection, name, keep)
-        if ledger_kept and days is None and keep == 0:
-            typer.echo("the ledger was added up; there is no archive to keep")
-            return
+            return prune_ledger(connection, name, keep, force=force)
+
     if days is None and keep == 0:
-        raise ConfigurationError("no number of days to keep: set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
+        if not keep_ledger():
+            raise ConfigurationError("no number of days to keep: set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
+        typer.echo("the ledger was added up; there is no archive to keep")
+        return
     plan = Retention(connect, name, keep).prune(dry_run=dry_run, force=force)
     if as_json:
         print_json(
@@ -201,8 +205,10 @@ def prune(
                 "overdue_days": plan.overdue_days,
             }
         )
-        return
-    _print_plan(plan, dry_run=dry_run, force=force)
+    else:
+        _print_plan(plan, dry_run=dry_run, force=force)
+    # Only now, as a clock that is wrong is found out by the archive too.
+    keep_ledger()
 
 
 def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
@@ -264,8 +270,9 @@ def roles(
         )
     )
     limited = list(limits(chosen, _schema_of(settings, schema, consumer=False), _limits(aggregate_type or ())))
-    # Whoever executes them has a search path of its own.
-    for statement in ("SET search_path = pg_catalog", *limited, *statements, "RESET search_path"):
+    # Whoever executes them has a search path of its own. A running service never sees a REVOKE without its GRANT.
+    in_one = ("BEGIN", *statements, "COMMIT")
+    for statement in ("SET search_path = pg_catalog", *limited, *in_one, "RESET search_path"):
         typer.echo(f"{statement};")
     if apply:
         for part in (*([one] for one in limited), statements):
@@ -283,14 +290,20 @@ def ledger(
     """Let the database count events as they are written, for `outbox audit`. Run it as the tables' owner."""
     from contextlib import closing
 
+    from outbox._app import migrate as db
     from relay.audit.ledger import turn_off, turn_on
     from relay.database import Connector
 
     if switch not in {"on", "off"}:
         raise ConfigurationError(f"{switch!r} must be on or off")
     url, name = _target(database_url, schema, consumer=False)
-    with closing(Connector(url, "outbox db ledger")()) as connection:
-        (turn_on if switch == "on" else turn_off)(connection, name, reason)
+    connect = Connector(url, "outbox db ledger")
+
+    def change() -> None:
+        with closing(connect()) as connection:
+            (turn_on if switch == "on" else turn_off)(connection, name, reason)
+
+    db.repeated(_say_why, change)
     typer.echo(f"schema {name}: the ledger is {switch}")
 
 

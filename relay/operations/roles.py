@@ -21,9 +21,10 @@ class RoleKind(StrEnum):
     """A relay. With `--wal` also UPDATE on `streams`, INSERT (what, why, details) on `audit` for the repair of a lost
     slot, and the attribute REPLICATION."""
     OPERATOR = "operator"
-    """Handles failed events: `outbox dead-letters`, `outbox replay`, `outbox status`, `outbox trace`."""
+    """Handles failed events: `outbox dead-letters`, `outbox replay`, `outbox status`, `outbox trace`. It also reads the
+    ledger, if there is one, for `outbox audit`."""
     PAGE = "page"
-    """A page or a dashboard that shows everything, including payloads."""
+    """A page or a dashboard that shows everything, including payloads and, if there is one, the ledger."""
     CONSUMER = "consumer"
     """A consumer, without the rights on its sink's own tables. `atomic="batch"` needs CREATE on the schema."""
     CONSUMER_OPERATOR = "consumer-operator"
@@ -209,31 +210,72 @@ BEGIN
     END LOOP;
 END {tag}"""
 
+# The trigger's function runs with its owner's rights: the ledger's, which moved with the tables. No other function is
+# moved: who may create in the consumers' schema could plant one there, for the new owner's rights.
+_OWN_LEDGER: Final = """DO {tag}
+BEGIN
+    IF pg_catalog.to_regprocedure({function_name}) IS NOT NULL THEN
+        ALTER FUNCTION {function}() OWNER TO {role};
+    END IF;
+END {tag}"""
+
+# As `outbox db ledger on` grants it to who reads the archive then.
+_READ_LEDGER: Final = """DO {tag}
+BEGIN
+    IF pg_catalog.to_regclass({ledger_name}) IS NOT NULL THEN
+        GRANT SELECT ON {ledger}, {ledger_state} TO {role};
+    END IF;
+END {tag}"""
+_READS_LEDGER: Final = frozenset({RoleKind.OPERATOR, RoleKind.PAGE})
+
 
 def grants(roles: Sequence[tuple[RoleKind, str]], schema: str, consumer_schema: str, *, wal: bool) -> Iterator[str]:
-    """Yield the statements for existing roles, each of a kind.
+    """Yield the statements for existing roles, each of a kind, to be executed in one transaction.
 
+    Every REVOKE comes before the first GRANT, and an owner keeps all rights: a role of two kinds has those of both.
     ``wal`` is for a relay with source=wal. Raises ConfigurationError for an invalid name.
     """
+    owners = {(role, kind.of_sink) for kind, role in roles if kind in _OWNERS}
+    owning: list[str] = []
+    revoking: list[str] = []
+    granting: list[str] = []
     for kind, role in roles:
-        yield from _of(kind, role, consumer_schema if kind.of_sink else schema, wal=wal)
+        of_schema = consumer_schema if kind.of_sink else schema
+        if kind in _OWNERS:
+            owning += _own(kind, role, of_schema)
+            continue
+        for statement in _of(kind, role, of_schema, wal=wal):
+            if not statement.startswith("REVOKE"):
+                granting.append(statement)
+            elif (role, kind.of_sink) not in owners:
+                revoking.append(statement)
+    yield from (*owning, *revoking, *granting)
 
 
-def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
+def _names(role: str, schema: str) -> dict[str, sql.Composable]:
     if not role or "\0" in role or _TAG in role or len(role.encode()) > 63:
         raise ConfigurationError(f"{role!r} can't be the name of a role")
     if role == "public":
         raise ConfigurationError("public means every role; name one role")
-    names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
+    return {"schema": sql.Identifier(schema), "role": sql.Identifier(role), "tag": sql.SQL(_TAG)}
+
+
+def _own(kind: RoleKind, role: str, schema: str) -> Iterator[str]:
+    names, function = _names(role, schema), sql.Identifier(schema, "count_in_ledger")
+    names |= {f"{name}_name": sql.Literal(names[name].as_string()) for name in ("schema", "role")}
+    names |= {"function": function, "function_name": sql.Literal(f"{function.as_string()}()")}
+    yield sql.SQL("CREATE SCHEMA IF NOT EXISTS {schema} AUTHORIZATION {role}").format(**names).as_string()
+    yield sql.SQL(_OWN).format(**names).as_string()
+    if kind is RoleKind.MIGRATOR:
+        yield sql.SQL(_OWN_LEDGER).format(**names).as_string()
+
+
+def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
+    names = _names(role, schema)
 
     def grant(text: LiteralString, **more: sql.Composable) -> str:
         return sql.SQL(text).format(**names, **more).as_string()
 
-    if kind in _OWNERS:
-        yield grant("CREATE SCHEMA IF NOT EXISTS {schema} AUTHORIZATION {role}")
-        literals = {f"{name}_name": sql.Literal(value.as_string()) for name, value in names.items()}
-        yield grant(_OWN, tag=sql.SQL(_TAG), **literals)
-        return
     yield grant("GRANT USAGE ON SCHEMA {schema} TO {role}")
     for rights, tables in TABLES.get(kind, ()):
         named = sql.SQL(", ").join(sql.Identifier(schema, table) for table in tables)
@@ -246,6 +288,10 @@ def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
             yield grant("REVOKE {right} ON {table} FROM {role}", right=sql.SQL(revoked), table=table)
         listed = sql.SQL(", ").join(map(sql.Identifier, columns))
         yield grant("GRANT {right} ({columns}) ON {table} TO {role}", right=sql.SQL(right), columns=listed, table=table)
+    if kind in _READS_LEDGER:
+        ledger, state = sql.Identifier(schema, "ledger"), sql.Identifier(schema, "ledger_state")
+        there = sql.Literal(ledger.as_string())
+        yield grant(_READ_LEDGER, ledger=ledger, ledger_state=state, ledger_name=there)
     if kind is RoleKind.RELAY and wal:
         yield grant("GRANT UPDATE ON {streams} TO {role}", streams=sql.Identifier(schema, "streams"))
         # Only for the repair of a lost slot, which the relay does by itself.

@@ -41,7 +41,8 @@ foreign_ones AS (
     UNION ALL
     SELECT 'pg_operator'::regclass, oid, 'operator ' || oid::regoperator::text, oprnamespace, oprowner
       FROM pg_operator)
-SELECT DISTINCT parts.relname, parts.part, f.called, r.rolname, f.owner <> parts.relowner AND NOT r.rolsuper
+SELECT DISTINCT parts.relname, parts.part, f.called, r.rolname, f.owner <> parts.relowner AND NOT r.rolsuper,
+                pg_get_userbyid(parts.relowner)
   FROM parts JOIN pg_depend AS d ON d.classid = parts.class AND d.objid = parts.part_oid
   JOIN foreign_ones AS f ON f.class = d.refclassid AND f.oid = d.refobjid
   JOIN pg_roles AS r ON r.oid = f.owner
@@ -61,11 +62,19 @@ def checks(connection: psycopg.Connection[Any], schema: str, all_schemas: str | 
         yield Check(all_schemas, lambda: connection.execute(_OPEN).fetchall(), _open_schemas)
 
 
-def _calls(schema: str, rows: Iterable[tuple[str, str, str, str, bool]]) -> Iterator[Finding]:
+def _calls(schema: str, rows: Iterable[tuple[str, str, str, str, bool, str]]) -> Iterator[Finding]:
     """Name the functions and operators outside of pg_catalog that tables of a schema call: as everybody who writes."""
-    for table, part, called, owner, others in rows:
-        if part == "trigger outbox_ledger" and not others and called.endswith("count_in_ledger()"):
-            continue  # that of `outbox db ledger on`
+    for table, part, called, owner, others, tables_owner in rows:
+        if part == "trigger outbox_ledger" and called.endswith("count_in_ledger()"):
+            # That of `outbox db ledger on`, which has the rights of its owner.
+            if owner != tables_owner:
+                yield failure(
+                    f"{schema}.{table}",
+                    f"its {part} calls {called} with the rights of {owner}, which is not the tables' owner: every "
+                    "INSERT fails, or the tables' owner can act with these rights",
+                    f"`outbox db roles migrator={tables_owner} --apply`, as a superuser",
+                )
+            continue
         yield (failure if others else warning)(
             f"{schema}.{table}",
             f"its {part} calls {called}, which belongs to {owner} and is not in pg_catalog: it runs with the rights of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -113,6 +114,36 @@ def test_downgrade_gives_up_when_the_tables_stay_locked(empty, monkeypatch):
             with pytest.raises(SchemaError, match="long transactions use these tables; try again"):
                 db.downgrade(empty, drop_rows=drop_rows)
     assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
+
+
+def test_a_client_that_is_stopped_keeps_no_writer_out(empty, monkeypatch):
+    """Its session ends, and with it the locks; later it says so."""
+    monkeypatch.setattr(db, "_IDLE_TIMEOUT", "200ms")
+    db.upgrade(empty)
+
+    def statements() -> Iterator[str]:
+        yield "LOCK TABLE outbox.events IN ACCESS EXCLUSIVE MODE"
+        put(f"{empty}?options=-clock_timeout%3D10s", "outbox.events")
+        yield "SELECT 1"
+
+    with pytest.raises(SchemaError, match="idle-in-transaction timeout; the command was stopped for too long"):
+        db.grant(empty, statements())  # type: ignore[arg-type]
+    assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
+
+
+def test_who_waits_for_another_change_waits_for_its_end_and_not_for_a_client_that_is_stopped(empty, monkeypatch):
+    monkeypatch.setattr(db, "_IDLE_TIMEOUT", "1s")
+    monkeypatch.setattr(db, "_LOCK_TIMEOUT", "100ms")
+    db.upgrade(empty)
+    waiting = f"{empty}?options=-cstatement_timeout%3D20s"
+
+    def stop_in_it() -> None:
+        with db._transaction(empty), while_it_waits(empty, lambda: db.change_lanes(waiting, 2)) as done:
+            done.result(30)
+
+    with pytest.raises(SchemaError, match="idle-in-transaction timeout"):
+        stop_in_it()
+    assert rows(empty, "SELECT count(*) FROM outbox.lanes") == [(2,)]
 
 
 def all_tables(url: str, schema: str) -> list[str]:

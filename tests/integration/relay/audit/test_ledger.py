@@ -11,12 +11,15 @@ import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline
 from confluent_kafka import Producer
+from rows_and_roles import login_role, put
 from spans import relay
 from support import order, wait_until, write
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox import Event
+from outbox._app import migrate as db
+from relay.audit import ledger as ledger_module
 from relay.audit.ledger import prune, turn_on
 from relay.cli.app import app
 
@@ -177,6 +180,73 @@ def test_it_is_turned_on_and_off_once(outbox_postgres):
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         assert not prune(connection, "outbox", 1)
         assert connection.execute("SELECT count(*) FROM pg_trigger WHERE tgname = 'outbox_ledger'").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("word", ["on", "off"])
+def test_it_is_turned_on_and_off_while_others_write(outbox_postgres, monkeypatch, word):
+    """A try waits for a transaction that writes for a short time, as new writers wait behind it."""
+    monkeypatch.setattr(ledger_module, "_LOCK_TIMEOUT", "200ms")
+    with psycopg.connect(outbox_postgres.url) as writer, psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        if word == "off":
+            turn_on(admin, "outbox", None)
+        put(writer, "outbox.events")
+        # Between two tries another one writes, and the first comes to its end.
+        monkeypatch.setattr(db.time, "sleep", lambda _: (put(admin, "outbox.events"), writer.commit()))
+        url = f"{outbox_postgres.url}?options=-cstatement_timeout%3D20s"
+        done = CliRunner().invoke(app, ["db", "ledger", word], env={"OUTBOX_DATABASE_URL": url})
+    assert (done.exit_code, done.stdout) == (0, f"schema outbox: the ledger is {word}\n"), done.output
+    assert re.fullmatch(r"outbox: [^\n]+; long transactions use these tables[^\n]+ \(try 1 of 6\)\n", done.stderr)
+
+
+@pytest.mark.parametrize("word", ["on", "off"])
+def test_a_command_that_is_stopped_while_it_turns_it_on_or_off_keeps_no_writer_out(outbox_postgres, monkeypatch, word):
+    monkeypatch.setattr(ledger_module, "_IDLE_TIMEOUT", "200ms")
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute("SET lock_timeout = '3s'")
+        if word == "off":
+            turn_on(admin, "outbox", None)
+        monkeypatch.setattr(
+            ledger_module, "note", lambda connection, *_: (put(admin, "outbox.events"), connection.execute("SELECT 1"))
+        )
+        done = CliRunner().invoke(app, ["db", "ledger", word], env={"OUTBOX_DATABASE_URL": outbox_postgres.url})
+        assert (done.exit_code, "idle-in-transaction timeout" in done.stderr) == (1, True), done.output
+        assert admin.execute("SELECT count(*) FROM pg_trigger WHERE tgname = 'outbox_ledger'").fetchone() == (
+            (word == "off"),
+        )
+
+
+def test_an_audit_says_why_a_ledger_that_is_there_is_not_used(ledger, monkeypatch):
+    written(ledger, 1)
+
+    def notes() -> list[str]:
+        status, found = ledger.audit()
+        assert status == 0
+        return [note for note in found["notes"] if "ledger" in note and "archive" not in note]
+
+    def then(statement: str, back: str) -> list[str]:
+        ledger.run(statement)
+        said = notes()
+        ledger.run(back)
+        return said
+
+    assert notes() == []
+    said = "there is a ledger, but events are not counted: its trigger on outbox.events is disabled or missing; "
+    again = "`outbox db ledger off` and `on` begin another one"
+    trigger = "ALTER TABLE outbox.events {} TRIGGER outbox_ledger"
+    assert then(trigger.format("DISABLE"), trigger.format("ENABLE")) == [said + again]
+    since = "UPDATE outbox.ledger_state SET since = since {} interval '1 day'"
+    [note] = then(since.format("+"), since.format("-"))
+    assert re.fullmatch(rf"the ledger is kept since .+, which is still to come by the database's clock; {again}", note)
+    with psycopg.connect(ledger.database.url, autocommit=True) as admin, login_role(admin, "operator") as role:
+        kinds = (f"operator={role}", f"consumer-monitor={role}")
+        assert CliRunner().invoke(app, ["db", "roles", *kinds, "--apply"], env=ledger.environment).exit_code == 0
+        theirs = ledger.environment | {"OUTBOX_DATABASE_URL": ledger.database.url.replace("postgres@", f"{role}@")}
+        monkeypatch.setattr(Pipeline, "environment", theirs)
+        assert notes() == []
+        grant = f"SELECT ON outbox.ledger_state {{}} {role}"
+        assert then(f"REVOKE {grant.format('FROM')}", f"GRANT {grant.format('TO')}") == [
+            "there is a ledger, but this role may not read it; grant it: `outbox db roles operator=ROLE --apply`"
+        ]
 
 
 def test_a_type_that_a_writer_plants_is_not_used(ledger):

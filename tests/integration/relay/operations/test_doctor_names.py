@@ -8,6 +8,7 @@ from rows_and_roles import login_role
 
 from outbox._app import migrate as db
 from outbox._clients.checks import Level
+from relay.audit.ledger import turn_on
 from relay.config import load
 from relay.operations.doctor import examine
 
@@ -84,3 +85,18 @@ def test_a_trigger_of_the_owners_own_is_a_warning(outbox_postgres, outbox_kafka)
     assert found(outbox_postgres, outbox_kafka) == {
         (Level.WARNING, "outbox.relays", "its trigger own calls public.own()")
     }
+
+
+def test_a_function_of_the_ledger_that_is_not_the_owners_is_named(outbox_postgres, outbox_kafka):
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "former") as former:
+        turn_on(admin, "outbox", None)
+        assert found(outbox_postgres, outbox_kafka) == set()
+        ours = "ALTER FUNCTION outbox.count_in_ledger() OWNER TO {}"
+        admin.execute(sql.SQL(ours).format(sql.Identifier(former)))
+        ((level, about, text),) = found(outbox_postgres, outbox_kafka)
+        assert (level, about) == (Level.FAILURE, "outbox.events")
+        assert text == f"its trigger outbox_ledger calls outbox.count_in_ledger() with the rights of {former}"
+        # The tables are another's, and their function a superuser's.
+        admin.execute(sql.SQL(ours).format(sql.SQL("CURRENT_USER")))
+        admin.execute(sql.SQL("ALTER TABLE outbox.events OWNER TO {}").format(sql.Identifier(former)))
+        assert len(found(outbox_postgres, outbox_kafka)) == 1

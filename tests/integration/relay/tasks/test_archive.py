@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from outbox._app import schema_drift as schema_check
 from outbox.consumer.retention import _LOCK as IDS_LOCK
+from relay.audit.ledger import turn_on
 from relay.cli.app import app
 from relay.database import Connector
 from relay.tasks.archive import Retention
@@ -214,6 +215,29 @@ def test_a_clock_that_jumps_ahead_drops_nothing(archive, days):
     with capture_logs() as logs:
         archive.retention().keep()
     assert [line["dropped"] for line in logs] == [[named(archive.day(-7))]]
+
+
+@pytest.mark.parametrize("archived", [True, False])
+def test_a_clock_that_jumps_ahead_leaves_the_ledger_as_it_is(archive, archived):
+    """With at-most-once there is no archive."""
+    turn_on(archive.admin, "outbox", None)
+    settings = {"OUTBOX_RELAY__ARCHIVE_DAYS": "7"} if archived else {}
+    archive.admin.execute("UPDATE outbox.ledger_state SET since = %s", (midnight(archive.day(-8)),))
+    for day in range(-8, 1):
+        if archived:
+            archive.partition(archive.day(day), archive.day(day + 1))
+        archive.admin.execute(
+            "INSERT INTO outbox.ledger SELECT 'Order', extract(epoch FROM at) / 60, 1, 1, at FROM (SELECT %s) AS r(at)",
+            (midnight(archive.day(day)),),
+        )
+    state = "SELECT since, (SELECT sum(events) FROM outbox.ledger) FROM outbox.ledger_state"
+    prune(archive, **settings)
+    assert archive.rows(state) == [(archive.noon - dt.timedelta(days=7), 7)]
+    jump(archive, 365 * 70)
+    assert "--force" in prune(archive, status=1, **settings)
+    assert archive.rows(state) == [(archive.noon - dt.timedelta(days=7), 7)]
+    prune(archive, "--force", **settings)
+    assert archive.rows(state) == [(archive.noon + dt.timedelta(days=365 * 70 - 7), None)]
 
 
 def test_rows_outside_of_any_partition_are_held_back_too(archive):
