@@ -23,9 +23,9 @@ from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY, Partition, RejectedRecord
-from outbox.consumer.postgres_errors import spoilt
+from outbox.consumer.postgres_errors import Strikes, spoilt
 from outbox.consumer.stalled import Watch
-from outbox.inbox._assigned import Assigned, Strikes
+from outbox.inbox._assigned import Assigned
 from outbox.inbox._letters import BEHIND, Letters
 from outbox.inbox._message import KafkaMessage, RetriedMessage
 from outbox.inbox._once import too_old

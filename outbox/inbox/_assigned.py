@@ -6,31 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from typing import Final
-
-import psycopg
 
 from outbox.consumer.model import ClaimedOffset, Partition
+from outbox.consumer.postgres_errors import Strikes
 from outbox.inbox._message import KafkaMessage
-
-MOST_STRIKES: Final = 5
-"""The most interruptions in a row, while Postgres answers, that are not yet taken for the message's fault."""
-# The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
-_EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
-
-
-@dataclass(slots=True)
-class Strikes:
-    """Counts the interruptions in a row that may be a message's fault."""
-
-    count: int = 0
-
-    def strike(self, error: BaseException | None) -> bool:
-        """Count an interruption, unless the server lacks resources. Returns whether there were too many."""
-        if isinstance(error, psycopg.Error) and error.sqlstate in _EXHAUSTED:
-            return False
-        self.count += 1
-        return self.count > MOST_STRIKES
 
 
 @dataclass(slots=True)

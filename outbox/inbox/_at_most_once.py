@@ -48,9 +48,10 @@ from psycopg.pq import TransactionStatus
 from outbox.consumer.errors import shown
 from outbox.consumer.losses import given_up
 from outbox.consumer.model import ClaimedOffset
+from outbox.consumer.postgres_errors import Strikes
 from outbox.consumer.statements import IMMEDIATE, cursor
 from outbox.inbox._applier import Applier, MessageFailed
-from outbox.inbox._assigned import Assigned, Strikes
+from outbox.inbox._assigned import Assigned
 from outbox.inbox._message import KafkaMessage
 from outbox.inbox.errors import HandlerFailed
 
