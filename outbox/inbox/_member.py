@@ -37,6 +37,8 @@ has stored for the group.
 | the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
 |                                             | messages of its key behind it                                        |
 | the handler hides a database error          | the same: the transaction can't be committed any more                |
+| the handler executes COMMIT                 | the position has moved: its message and the rest of the batch are    |
+|                                             | recorded as lost; HandlerFailed                                      |
 
 At-most-once, see ``_at_most_once``.
 """

@@ -70,6 +70,35 @@ def test_a_failure_stops_the_consumer_before_the_message(log):
     log.check()
 
 
+@pytest.mark.parametrize("options", [{}, {"dedup": False}, {"on_failure": "dead-letter"}])
+def test_a_handler_that_commits_stops_the_consumer_and_the_rest_of_its_batch_is_recorded(log, options):
+    """Its COMMIT has moved the position, and no handler is called for what is behind it."""
+    log.produce(["other", *keys(3, 1), *keys(16, 4)])
+    poison = Poison(2, key=b"k0")
+    poison.how = lambda connection: connection.execute("COMMIT")
+    with log.consuming(poison, batch=10, **options) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up) == (3, True)
+    assert log.run("SELECT array_agg(at ORDER BY at) FROM effects") == [([0, 1, 2, 3],)]
+    lost = log.run("SELECT first_offset, end_offset, kind FROM consumer.losses ORDER BY first_offset")
+    assert lost == [(at, at + 1, "given-up") for at in range(3, 10)]
+    assert log.run("SELECT next_offset, applied FROM consumer.offsets") == [(10, 3)]
+    with log.consuming(**options) as running:
+        running.wait(lambda: log.positions() == {0: 20}, "the rest")
+    assert log.run("SELECT count(*) FROM effects") == [(14,)]
+
+
+def test_a_handler_that_rolls_back_has_failed_and_nothing_is_lost(log):
+    log.produce(keys(20))
+    poison = Poison(1)
+    poison.how = lambda connection: connection.execute("ROLLBACK")
+    with log.consuming(poison, batch=10, on_failure="dead-letter") as running:
+        running.wait(lambda: log.positions() == {0: 20}, "the position")
+    assert [(one["message_offset"], one["reason"]) for one in log.letters()] == [(11, "failed")]
+    assert log.run("SELECT count(*) FROM effects UNION ALL SELECT count(*) FROM consumer.losses") == [(19,), (0,)]
+
+
 def test_a_failure_that_passes_is_no_failure(log):
     log.produce(keys(50))
     poison = Poison(2)
