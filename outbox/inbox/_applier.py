@@ -187,6 +187,19 @@ class Applier:
         if self._attempt(part, Strikes(), step, self._wait):
             part.moved(end)
 
+    def lose_taken(self, parts: Collection[Assigned]) -> None:
+        """Lose idle partitions that another claim has: no transaction of their own would find that."""
+        idle = {part.partition: part for part in parts if part.position is not None and not part.queue}
+        if not idle:
+            return
+        with self._session.transaction() as connection:
+            found = self._group.generations(connection, idle)
+        for partition, part in idle.items():
+            assert part.position is not None
+            if found.get(partition) != part.position.generation:
+                _logger.warning("%s: another claim has it", part.name)
+                part.lose(time.monotonic() + self._reclaim_seconds)
+
     def retry(self, part: Assigned) -> bool:
         """Try the next dead letter of a partition once. Returns whether there was one."""
         found: RetriedMessage | None = None

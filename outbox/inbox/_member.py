@@ -287,16 +287,37 @@ class Member:
         """Claim a partition whose claim is lost, or in doubt, although Kafka still assigns it to this member."""
         try:
             [(position, keys)] = self._claim([part.partition]).values()
-            self._kafka.seek(TopicPartition(*part.partition, position.next_offset))
+            self._seek(part, position.next_offset)
         except (psycopg.Error, KafkaFailed, KafkaException) as error:
             self._applier.postpone(part, error, f"claiming {part.name} again")
             return
         part.claimed(position, keys)
 
+    def _seek(self, part: Assigned, offset: int) -> None:
+        here = TopicPartition(*part.partition, offset)
+        try:
+            self._kafka.seek(here)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._STATE:  # noqa: SLF001  a documented name, in spite of the underscore
+                raise
+            # Out of range, librdkafka has stopped reading it, until it is assigned again.
+            if self._incremental:
+                self._kafka.incremental_unassign([here])
+                self._kafka.incremental_assign([here])
+                again = [part]
+            else:
+                again = list(self._parts.values())
+                others = [TopicPartition(*one.partition, one.fetched) for one in again if one is not part]
+                self._kafka.assign([here, *others])
+            self._kafka.resume([TopicPartition(*one.partition) for one in again])
+            for one in again:
+                one.paused = False
+
     # Upkeep
 
     def _keep_up(self) -> None:
         try:
+            self._applier.lose_taken(self._parts.values())
             for part in self._parts.values():
                 self._applier.pass_markers(part)
             if not self._settings.at_most_once:
