@@ -470,8 +470,9 @@ class Applier:
     def _wait(self, part: Assigned, error: BaseException) -> None:
         self.postpone(part, error, f"applying {part.name}")
 
-    def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:  # noqa: ARG002
+    def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:
         """The next upkeep retries it: the partition's messages do not wait for that."""
+        part.letters_first = False
         self.interrupted(error, "retrying a dead letter")
 
 

@@ -29,6 +29,7 @@ class Assigned:
     deaths        how many messages in a row became dead letters, or were given up; a batch that was lost counts once.
     dead_keys     the keys of dead letters: later messages of these wait behind them.
     end           how far Kafka has been read: there may be no message between the last one and here.
+    letters_first  its dead letters are retried before its messages.
     cut_off       Kafka does not have what comes behind the queue.
     shown         the position that Kafka's own tools were shown.
     released      how far the keys of its dead letters were looked at; see Letters.release.
@@ -49,6 +50,7 @@ class Assigned:
     letter_strikes: Strikes = field(default_factory=Strikes)
     deaths: int = 0
     end: int = 0
+    letters_first: bool = False
     cut_off: bool = False
     shown: int = -1
     released: bytes = b""
@@ -99,7 +101,8 @@ class Assigned:
         self.dead_keys = dead_keys
         self.fetched = position.next_offset
         self.end = self.attempts = self.interrupted = self.strikes.count = 0
-        self.suspect, self.alone_until, self.due, self.cut_off = None, -1, 0.0, False
+        self.suspect, self.alone_until, self.due = None, -1, 0.0
+        self.letters_first = self.cut_off = False
 
 
 def size_of(message: KafkaMessage) -> int:

@@ -186,7 +186,11 @@ class Member:
 
     def _idle_seconds(self) -> float:
         now = time.monotonic()
-        due = [part.due for part in self._parts.values() if part.queue or part.position is None]
+        due = [
+            part.due
+            for part in self._parts.values()
+            if part.position is None or (part.queue and not part.letters_first)
+        ]
         return max(0.0, min([now + _POLL_SECONDS, *due]) - now)
 
     def _kafka_error(self, part: Assigned | None, message: KafkaMessage, error: KafkaError) -> None:
@@ -273,6 +277,8 @@ class Member:
         while time.monotonic() >= part.due and not self._stopping.is_set():
             if part.position is None:
                 self._claim_again(part)
+            elif part.letters_first:
+                return
             elif not part.queue:
                 if not part.cut_off:
                     return
@@ -321,7 +327,8 @@ class Member:
             for part in self._parts.values():
                 self._applier.pass_markers(part)
             if not self._settings.at_most_once:
-                self._waiting.keep_up(self._parts)
+                until = time.monotonic() + _TURN_SECONDS
+                self._waiting.keep_up(self._parts, lambda: time.monotonic() < until and not self._stopping.is_set())
             self._check_topics()
         except (psycopg.Error, KafkaFailed) as error:
             self._applier.interrupted(error, "upkeep")
