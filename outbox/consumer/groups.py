@@ -116,6 +116,11 @@ ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL AND kind <> 'give
 DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
               end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
         WHERE l.detail <> excluded.detail"""
+_GENERATIONS: Final = """
+SELECT o.topic, o.part, o.generation
+  FROM {offsets} AS o JOIN unnest(%(topics)s::text[], %(parts)s::integer[]) AS w (topic, part)
+       ON o.topic = w.topic AND o.part = w.part
+ WHERE o.grp = %(grp)s"""
 _STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {groups} WHERE grp = %(grp)s"
 _END: Final = "UPDATE {groups} SET ended_at = pg_catalog.now() WHERE grp = %(grp)s AND generation = %(generation)s"
@@ -216,6 +221,13 @@ class GroupStore:
             self.clock.note(rows[0][5], asked_at)
         found = {(topic, part): tuple(stored) for topic, part, *stored, _ in rows}
         return found == {at: (one.topic_id, one.next_offset, one.generation) for at, one in here.items()}
+
+    def generations(
+        self, connection: psycopg.Connection[Any], partitions: Collection[Partition]
+    ) -> dict[Partition, int]:
+        """Return the generation of the claim that has each partition now."""
+        rows = self._run(connection, _GENERATIONS, None, **columns(partitions))
+        return {(topic, part): generation for topic, part, generation in rows}
 
     def move(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
@@ -23,8 +23,19 @@ from outbox.consumer.model import MessageRef, RejectedRecord
 from outbox.consumer.statements import cursor, execute, statement
 from outbox.errors import ConfigurationError
 
-# A conflict: the offsets were set back, and the same message failed once more.
+# A conflict: the offsets were set back, and the same message failed once more. Or another one did, as the log was
+# cut and grew again: the audit keeps the first.
 _WRITE: Final = """
+WITH other AS (
+    SELECT * FROM {dead_letters}
+     WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND message_offset = %(offset)s
+       AND topic_id = %(topic_id)s
+       AND (message_id, message_key, message_value) IS DISTINCT FROM
+           (%(message_id)s::uuid, %(key)s::bytea, %(value)s::bytea)),
+kept AS (
+    INSERT INTO {audit} (what, why, details)
+    SELECT 'replace dead letter', 'its offset has another message: the log was cut', {described} || {contents}
+      FROM other)
 INSERT INTO {dead_letters} AS letter (
        grp, topic, topic_id, part, message_offset, message_id, message_key, message_value, message_headers,
        message_time, reason, error, sqlstate, attempts)
@@ -33,7 +44,11 @@ VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(message_id)s, 
         %(reason)s, %(error)s, %(sqlstate)s, %(attempts)s)
     ON CONFLICT (grp, topic, part, message_offset, topic_id) DO UPDATE
    SET reason = excluded.reason, error = excluded.error, sqlstate = excluded.sqlstate, state = 'dead',
-       attempts = letter.attempts + excluded.attempts, last_failed_at = pg_catalog.now()"""
+       message_id = excluded.message_id, message_key = excluded.message_key, message_value = excluded.message_value,
+       message_headers = excluded.message_headers, message_time = excluded.message_time,
+       attempts = excluded.attempts + CASE WHEN EXISTS (SELECT FROM other) THEN 0 ELSE letter.attempts END,
+       died_at = CASE WHEN EXISTS (SELECT FROM other) THEN pg_catalog.now() ELSE letter.died_at END,
+       last_failed_at = pg_catalog.now()"""
 _AGAIN: Final = """
 UPDATE {dead_letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
                      sqlstate = %(sqlstate)s, last_failed_at = pg_catalog.now()
@@ -109,7 +124,7 @@ class DeadLetterStore:
         own = {"grp": self._group, "topic_id": topic_id}
         rows = [{name: getattr(letter, name) for name in _STORED} | _values(letter.record) | own for letter in letters]
         if rows:
-            cursor(connection).executemany(statement(self._schema, _WRITE), rows)
+            cursor(connection).executemany(self._with_contents(_WRITE), rows)
         return len(rows)
 
     def failed_again(self, connection: psycopg.Connection[Any], letter: int, record: RejectedRecord) -> None:
@@ -123,8 +138,10 @@ class DeadLetterStore:
         """Record in ``audit`` dead letters that are deleted without an effect: the job now filters such messages
         out.
         """
-        query = statement(self._schema, _LEAVE_OUT, described=sql.SQL(DESCRIBED), contents=sql.SQL(CONTENTS))
-        self._run(connection, query, ids=list(ids))
+        self._run(connection, self._with_contents(_LEAVE_OUT), ids=list(ids))
+
+    def _with_contents(self, query: LiteralString) -> sql.Composed:
+        return statement(self._schema, query, described=sql.SQL(DESCRIBED), contents=sql.SQL(CONTENTS))
 
     def _run(
         self, connection: psycopg.Connection[Any], query: sql.Composed, **values: object

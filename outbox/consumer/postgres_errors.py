@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
@@ -49,6 +50,25 @@ _PASSING: Final = frozenset({"25006", "25P03", "25P04"})
 _STAYING: Final = ("54", "3B")
 # Connections, a server that stops or starts, one that lacks resources, one that is read-only.
 _AWAY: Final = ("08", "53", "57P", "25006")
+# The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
+_EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
+
+MOST_STRIKES: Final = 5
+"""The most interruptions in a row, while Postgres answers, that are not yet taken for the message's fault."""
+
+
+@dataclass(slots=True)
+class Strikes:
+    """Counts the interruptions in a row that may be a message's fault."""
+
+    count: int = 0
+
+    def strike(self, error: BaseException | None) -> bool:
+        """Count an interruption, unless the server lacks resources. Returns whether there were too many."""
+        if isinstance(error, psycopg.Error) and error.sqlstate in _EXHAUSTED:
+            return False
+        self.count += 1
+        return self.count > MOST_STRIKES
 
 
 def spoilt(connection: psycopg.Connection[Any]) -> str | None:

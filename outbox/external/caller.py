@@ -13,10 +13,12 @@ transitions.
 | the answer came, killed before COMMIT           | the same                   | the same                             |
 | COMMIT was sent, its answer is lost             | confirmed or cancelled     | nothing: a settled row stays so      |
 | the SQL that goes with it fails                 | reserved, has the response | only the SQL is tried again          |
+| that SQL always ends its session                | the same, after a few      | the same; other answers come first   |
 | between refusal and cancellation                | cancelling                 | cancelled with the cancel's own key  |
 | during the cancellation                         | cancelling, past its lease | cancelled again with the same key    |
 | a caller hangs for longer than its lease        | another attempt's          | its late answer is still evaluated   |
-| the database is away when the answer comes      | calling                    | settled when it is back              |
+| the database is away when the answer comes      | calling                    | settled when it is back; a caller    |
+|                                                 |                            | that stops waits as long as the lease|
 | before a claim that parks is committed          | reserved                   | parked by the next claim             |
 | parked behind an earlier call of its key        | reserved, parked           | released by that one's settlement,   |
 |                                                 |                            | in the same transaction              |
@@ -38,15 +40,15 @@ import psycopg
 from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox._clients.errors import first_line
 from outbox.consumer.connections import OwnSession
-from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.errors import ConsumerUnavailable, Interrupted
 from outbox.consumer.patience import NoTimeLeft, Patience
-from outbox.consumer.postgres_errors import AWAY, clear_errors
+from outbox.consumer.postgres_errors import AWAY, Strikes, clear_errors
 from outbox.external.declaration import Call, Done, External, OutcomeUnknown, Refused, TryLater
 from outbox.external.reservations import ClaimedCall, Reservations
 from outbox.external.state_machine import Answer, Step, Transition
 
 _LONGEST_PAUSE: Final = 5.0
-_AWAY: Final = (*AWAY, ConsumerUnavailable)
+_AWAY: Final = (*AWAY, ConsumerUnavailable, Interrupted)
 
 Report = Callable[[str, Mapping[str, Any]], None]
 Connect = Callable[[], psycopg.Connection[Any]]
@@ -77,10 +79,15 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Answered:
+    """``failed``: the error of the SQL beside the settlement, which has ended too many sessions in a row."""
+
     claim: ClaimedCall
     step: Step
     answer: Answer
+    until: float
     chance: float = field(default_factory=random.random)
+    strikes: Strikes = field(default_factory=Strikes)
+    failed: str | None = None
 
 
 class Caller:
@@ -186,7 +193,7 @@ class Caller:
             return
 
     def _finish(self) -> None:
-        """Wait for the calls under way, as long as their leases last, and settle them."""
+        """Wait for the calls under way, and for the database, as long as their leases last, and settle them."""
         while self._running or self._unsettled:
             ends = max((attempt.until for attempt in self._running.values()), default=0.0)
             if self._running:
@@ -202,6 +209,9 @@ class Caller:
             except _AWAY as error:
                 pause = self._pause_without_database(error)
                 if not self._running:
+                    if time.monotonic() + pause > max(answered.until for answered in self._unsettled):
+                        self._report("answers can't be settled in time", {"calls": len(self._unsettled)})
+                        return
                     time.sleep(pause)
 
     def _start(self, claim: ClaimedCall, began: float) -> None:
@@ -210,7 +220,7 @@ class Caller:
         self._running[claim.message_id, claim.attempt] = _Attempt(claim, until)
         if claim.step in {"confirm", "close"}:
             # The provider is done; only the SQL is left.
-            self._answers.put(_Answered(claim, claim.step, Answer("done", response=claim.response)))
+            self._answers.put(_Answered(claim, claim.step, Answer("done", response=claim.response), until))
             return
         thread = threading.Thread(
             target=self._call, args=(claim, until), name=f"external {claim.message_id}", daemon=True
@@ -225,7 +235,7 @@ class Caller:
                 step, answer = self._ask_or_call(claim)
         except BaseException as error:  # noqa: BLE001  every call must get an answer
             answer = Answer("unknown", f"{type(error).__name__}: {error}")
-        self._answers.put(_Answered(claim, step, answer))
+        self._answers.put(_Answered(claim, step, answer, until))
 
     def _ask_or_call(self, claim: ClaimedCall) -> tuple[Step, Answer]:
         external = self._external
@@ -265,9 +275,22 @@ class Caller:
             self._collect(self._answers.get())
         while self._unsettled:
             answered = self._unsettled[0]
-            transition, failed = self._reservations.settle(
-                self._session.connected(), answered.claim, answered.step, answered.answer, answered.chance
-            )
+            try:
+                transition, failed = self._reservations.settle(
+                    self._session.connected(),
+                    answered.claim,
+                    answered.step,
+                    answered.answer,
+                    answered.chance,
+                    answered.failed,
+                )
+            except Interrupted as error:
+                # The server answers, so the SQL may be the cause: the other answers come first.
+                self._patience.renew()
+                self._unsettled.append(self._unsettled.pop(0))
+                if answered.strikes.strike(error.__cause__):
+                    answered.failed = str(error)
+                raise
             self._unsettled.pop(0)
             self._count(answered, transition, failed)
 

@@ -20,8 +20,8 @@ from psycopg.types.json import Jsonb
 
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.connections import process_name
-from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, storable
-from outbox.consumer.postgres_errors import spoilt
+from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, Interrupted, shown, storable
+from outbox.consumer.postgres_errors import AWAY, spoilt
 from outbox.consumer.statements import IMMEDIATE, note, statement
 from outbox.errors import NotFound
 from outbox.external.declaration import External, Settled
@@ -244,23 +244,28 @@ class Reservations:
         step: Step,
         answer: Answer,
         chance: float,
+        failed: str | None = None,
     ) -> tuple[Transition | None, str | None]:
         """Write what an answer changes, and run the External's SQL for it in the same transaction.
 
-        If that SQL fails, all is rolled back, and another transaction stores the answer and the error. Returns the
-        change, or None, and the SQL's error. After an error of a database that is away, settle again.
+        If that SQL fails, or has ``failed`` before, another transaction stores the answer and the error. Returns the
+        change, or None, and the SQL's error. After an error of a database that is away, settle again. Raises
+        Interrupted, with its cause, for a session that has answered and then ended.
         """
-        failed: str | None = None
         transition: Transition | None = None
         try:
-            with pinned_transaction(connection) as path:
-                transition = self._settle(connection, claim, step, answer, chance)
-                if transition is not None:
-                    self._run_effect(connection, transition, claim, answer.response, path)
+            if failed is None:
+                with pinned_transaction(connection) as path:
+                    transition = self._settle(connection, claim, step, answer, chance)
+                    if transition is not None:
+                        self._run_effect(connection, transition, claim, answer.response, path)
+                return transition, None
         except _EffectFailed as error:
             failed = str(error)
-        if failed is None:
-            return transition, None
+        except AWAY as error:
+            if transition is None:
+                raise
+            raise Interrupted(shown(error)) from error
         with pinned_transaction(connection):
             transition = self._settle(connection, claim, step, answer, chance, failed)
         return transition, failed
@@ -319,7 +324,7 @@ class Reservations:
             state = _state_of(row)
             current = row["attempts"] == claim.attempt and row["state"] in {"calling", "cancelling"}
             transition = settle(state, current, step, answer, self._rules, chance)
-            if transition is not None and failed is not None:
+            if transition is not None and transition.conflict is None and failed is not None:
                 transition = effect_failed(state, transition, failed, self._rules, chance)
             if transition is not None:
                 done = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back

@@ -9,23 +9,25 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from uuid import UUID
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from outbox._clients.backoff import doubled, jittered
 from outbox.consumer.delays import TopicDelays, sampled, written_at
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
+from outbox.consumer.losses import given_up
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY, Partition, RejectedRecord
-from outbox.consumer.postgres_errors import spoilt
+from outbox.consumer.postgres_errors import Strikes, spoilt
 from outbox.consumer.stalled import Watch
-from outbox.inbox._assigned import Assigned, Strikes
+from outbox.inbox._assigned import Assigned
 from outbox.inbox._letters import BEHIND, Letters
 from outbox.inbox._message import KafkaMessage, RetriedMessage
 from outbox.inbox._once import too_old
@@ -95,6 +97,18 @@ class MessageFailed(Exception):
         return found
 
 
+class TransactionEnded(MessageFailed):
+    """The handler has ended the transaction, and may have committed the position behind the whole batch.
+
+    rest  the message and those behind it in its batch, which are without effect if it has.
+    """
+
+    def __init__(self, failed: MessageFailed) -> None:
+        why = failed.why
+        super().__init__(failed.message, why.reason, why.error, why.sqlstate, again=failed.again)
+        self.rest: Sequence[KafkaMessage] = ()
+
+
 class Applier:
     """Runs the transactions of a member's partitions.
 
@@ -133,6 +147,8 @@ class Applier:
 
         try:
             committed = self._attempt(part, part.strikes, step, self._wait)
+        except TransactionEnded as ended:
+            return self._ended(part, ended)
         except MessageFailed as failed:
             return self._failed(part, failed)
         except psycopg.Error as error:
@@ -170,6 +186,19 @@ class Applier:
         # No message is at fault, however often it is interrupted.
         if self._attempt(part, Strikes(), step, self._wait):
             part.moved(end)
+
+    def lose_taken(self, parts: Collection[Assigned]) -> None:
+        """Lose idle partitions that another claim has: no transaction of their own would find that."""
+        idle = {part.partition: part for part in parts if part.position is not None and not part.queue}
+        if not idle:
+            return
+        with self._session.transaction() as connection:
+            found = self._group.generations(connection, idle)
+        for partition, part in idle.items():
+            assert part.position is not None
+            if found.get(partition) != part.position.generation:
+                _logger.warning("%s: another claim has it", part.name)
+                part.lose(time.monotonic() + self._reclaim_seconds)
 
     def retry(self, part: Assigned) -> bool:
         """Try the next dead letter of a partition once. Returns whether there was one."""
@@ -238,6 +267,8 @@ class Applier:
             # and the keys of dead letters.
             part.lose(0.0)
             return False
+        except TransactionEnded:
+            raise
         except MessageFailed as failed:
             found, cause = failed, failed.__cause__
         except psycopg.Error as error:
@@ -270,7 +301,7 @@ class Applier:
             dead=dead,
         )
         before = self._group.forgotten_before(connection, new, today)
-        for message, waits, id_ in zip(batch, behind, ids, strict=True):
+        for n, (message, waits, id_) in enumerate(zip(batch, behind, ids, strict=True)):
             if waits:
                 why = MessageFailed(message, "behind", BEHIND).why
                 self._letters.bury(
@@ -283,7 +314,12 @@ class Applier:
                 # Of messages with the same id the first one counts.
                 new.discard(id_)
                 self._check_age(message, id_, before)
-            self._call(connection, message)
+            try:
+                self._call(connection, message)
+            except TransactionEnded as ended:
+                following = zip(batch[n + 1 :], ids[n + 1 :], strict=True)
+                ended.rest = [message, *(one for one, other in following if other is None or other in new)]
+                raise
             handled.append(message)
         return handled
 
@@ -324,11 +360,48 @@ class Applier:
 
     def _call(self, connection: psycopg.Connection[Any], message: KafkaMessage) -> None:
         try:
-            self._handler(connection, message)
-        except Exception as error:
-            raise MessageFailed.by(message, error) from error
-        if (text := spoilt(connection)) is not None:
-            raise MessageFailed(message, "failed", text, again=True)
+            try:
+                self._handler(connection, message)
+            except Exception as error:
+                raise MessageFailed.by(message, error) from error
+            if (text := spoilt(connection)) is not None:
+                raise MessageFailed(message, "failed", text, again=True)
+        except MessageFailed as failed:
+            if connection.info.transaction_status is TransactionStatus.IDLE:
+                raise TransactionEnded(failed) from failed.__cause__
+            raise
+
+    def _ended(self, part: Assigned, ended: TransactionEnded) -> bool:
+        """Handle a transaction that the handler has ended. Raises HandlerFailed if it was committed.
+
+        Returns whether to continue at once.
+        """
+        assert part.position is not None
+        try:
+            with self._session.transaction() as connection:
+                self._group.fence(connection, part.partition, part.position)
+        except (OffsetMoved, Fenced):
+            # Fenced: another claim has waited for this COMMIT, and begins behind it.
+            why = ended.why
+            dead = sum(message.key() in part.dead_keys for message in ended.rest)
+            lost = [MessageFailed(message, why.reason, why.error) for message in ended.rest]
+            self._stop_behind(part, ended, lost, applied=dead - len(lost), dead=-dead)
+        return self._failed(part, ended)
+
+    def _stop_behind(
+        self, part: Assigned, ended: TransactionEnded, lost: Sequence[MessageFailed], applied: int, dead: int = 0
+    ) -> NoReturn:
+        """Record as lost what is committed, and has no effect or half of one. Raises HandlerFailed."""
+        with self._session.transaction() as connection:
+            self._group.move(connection, part.partition, None, applied=applied, dead=dead)
+            self._record(connection, part, lost)
+        why, offset = ended.why.error, ended.message.offset()
+        raise HandlerFailed(*part.partition, offset, 1, why, given_up=True) from (ended.__cause__ or ended)
+
+    def _record(self, connection: psycopg.Connection[Any], part: Assigned, failures: Iterable[MessageFailed]) -> None:
+        assert part.position is not None
+        topic_id = part.position.topic_id
+        self._group.record_losses(connection, [given_up(failed.why, topic_id) for failed in failures])
 
     def _failed(self, part: Assigned, failed: MessageFailed) -> bool:
         """Handle a message that can't be applied. Raises HandlerFailed. Returns whether to continue at once."""
@@ -397,8 +470,9 @@ class Applier:
     def _wait(self, part: Assigned, error: BaseException) -> None:
         self.postpone(part, error, f"applying {part.name}")
 
-    def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:  # noqa: ARG002
+    def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:
         """The next upkeep retries it: the partition's messages do not wait for that."""
+        part.letters_first = False
         self.interrupted(error, "retrying a dead letter")
 
 

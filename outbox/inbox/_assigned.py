@@ -6,31 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
-from typing import Final
-
-import psycopg
 
 from outbox.consumer.model import ClaimedOffset, Partition
+from outbox.consumer.postgres_errors import Strikes
 from outbox.inbox._message import KafkaMessage
-
-MOST_STRIKES: Final = 5
-"""The most interruptions in a row, while Postgres answers, that are not yet taken for the message's fault."""
-# The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
-_EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
-
-
-@dataclass(slots=True)
-class Strikes:
-    """Counts the interruptions in a row that may be a message's fault."""
-
-    count: int = 0
-
-    def strike(self, error: BaseException | None) -> bool:
-        """Count an interruption, unless the server lacks resources. Returns whether there were too many."""
-        if isinstance(error, psycopg.Error) and error.sqlstate in _EXHAUSTED:
-            return False
-        self.count += 1
-        return self.count > MOST_STRIKES
 
 
 @dataclass(slots=True)
@@ -50,6 +29,7 @@ class Assigned:
     deaths        how many messages in a row became dead letters, or were given up; a batch that was lost counts once.
     dead_keys     the keys of dead letters: later messages of these wait behind them.
     end           how far Kafka has been read: there may be no message between the last one and here.
+    letters_first  its dead letters are retried before its messages.
     cut_off       Kafka does not have what comes behind the queue.
     shown         the position that Kafka's own tools were shown.
     released      how far the keys of its dead letters were looked at; see Letters.release.
@@ -70,6 +50,7 @@ class Assigned:
     letter_strikes: Strikes = field(default_factory=Strikes)
     deaths: int = 0
     end: int = 0
+    letters_first: bool = False
     cut_off: bool = False
     shown: int = -1
     released: bytes = b""
@@ -120,7 +101,8 @@ class Assigned:
         self.dead_keys = dead_keys
         self.fetched = position.next_offset
         self.end = self.attempts = self.interrupted = self.strikes.count = 0
-        self.suspect, self.alone_until, self.due, self.cut_off = None, -1, 0.0, False
+        self.suspect, self.alone_until, self.due = None, -1, 0.0
+        self.letters_first = self.cut_off = False
 
 
 def size_of(message: KafkaMessage) -> int:

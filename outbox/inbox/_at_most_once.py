@@ -37,20 +37,19 @@ There are no dead letters: to apply one later is what must not happen, and keys 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 from uuid import UUID
 
 import psycopg
-from psycopg.pq import TransactionStatus
 
 from outbox.consumer.errors import shown
-from outbox.consumer.losses import given_up
 from outbox.consumer.model import ClaimedOffset
+from outbox.consumer.postgres_errors import Strikes
 from outbox.consumer.statements import IMMEDIATE, cursor
-from outbox.inbox._applier import Applier, MessageFailed
-from outbox.inbox._assigned import Assigned, Strikes
+from outbox.inbox._applier import Applier, MessageFailed, TransactionEnded
+from outbox.inbox._assigned import Assigned
 from outbox.inbox._message import KafkaMessage
 from outbox.inbox.errors import HandlerFailed
 
@@ -58,14 +57,6 @@ from outbox.inbox.errors import HandlerFailed
 _CHECK: Final = f"{IMMEDIATE}; SET CONSTRAINTS ALL DEFERRED"
 
 _logger: Final = logging.getLogger("outbox.inbox")
-
-
-class _TransactionEnded(Exception):
-    """The handler has ended the transaction, and with it has committed what ``confirm`` did."""
-
-    def __init__(self, failed: MessageFailed) -> None:
-        super().__init__(str(failed))
-        self.failed = failed
 
 
 class AtMostOnceApplier(Applier):
@@ -124,8 +115,11 @@ class AtMostOnceApplier(Applier):
 
         try:
             committed = self._attempt(part, Strikes(), apply, wait)
-        except _TransactionEnded as ended:
-            self._stop_behind(part, pending, ended.failed, found)
+        except TransactionEnded as ended:
+            # It has committed what ``confirm`` did.
+            at, why = ended.message.offset(), ended.why
+            rest = [MessageFailed(message, "failed", why.error) for message in pending if message.offset() >= at]
+            self._stop_behind(part, ended, [*found, *rest], applied=-len(found) - len(rest))
         except (MessageFailed, psycopg.Error) as error:
             name = f"{part.name} offsets {first} to {batch[-1].offset()}"
             _logger.error("%s can't be committed: %s", name, error)  # noqa: TRY400  its text is enough
@@ -212,27 +206,11 @@ class AtMostOnceApplier(Applier):
                     cursor(connection).execute(_CHECK)
                 except psycopg.Error as error:
                     raise MessageFailed.by(message, error) from error
+        except TransactionEnded:
+            raise
         except MessageFailed as failed:
-            if connection.info.transaction_status is TransactionStatus.IDLE:
-                raise _TransactionEnded(failed) from failed
             return failed
         return None
-
-    def _stop_behind(
-        self, part: Assigned, pending: Sequence[KafkaMessage], ended: MessageFailed, found: Sequence[MessageFailed]
-    ) -> NoReturn:
-        """Record as lost what is confirmed, and has no effect or half of one. Raises HandlerFailed."""
-        at, text = ended.message.offset(), ended.why.error
-        rest = [MessageFailed(message, "failed", text) for message in pending if message.offset() >= at]
-        with self._session.transaction() as connection:
-            self._group.move(connection, part.partition, None, applied=-len(found) - len(rest))
-            self._record(connection, part, [*found, *rest])
-        raise HandlerFailed(*part.partition, at, 1, text, given_up=True) from ended
-
-    def _record(self, connection: psycopg.Connection[Any], part: Assigned, failures: Iterable[MessageFailed]) -> None:
-        assert part.position is not None
-        topic_id = part.position.topic_id
-        self._group.record_losses(connection, [given_up(failed.why, topic_id) for failed in failures])
 
     def _count(
         self,

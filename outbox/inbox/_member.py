@@ -37,6 +37,8 @@ has stored for the group.
 | the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
 |                                             | messages of its key behind it                                        |
 | the handler hides a database error          | the same: the transaction can't be committed any more                |
+| the handler executes COMMIT                 | the position has moved: its message and the rest of the batch are    |
+|                                             | recorded as lost; HandlerFailed                                      |
 
 At-most-once, see ``_at_most_once``.
 """
@@ -184,7 +186,11 @@ class Member:
 
     def _idle_seconds(self) -> float:
         now = time.monotonic()
-        due = [part.due for part in self._parts.values() if part.queue or part.position is None]
+        due = [
+            part.due
+            for part in self._parts.values()
+            if part.position is None or (part.queue and not part.letters_first)
+        ]
         return max(0.0, min([now + _POLL_SECONDS, *due]) - now)
 
     def _kafka_error(self, part: Assigned | None, message: KafkaMessage, error: KafkaError) -> None:
@@ -271,6 +277,8 @@ class Member:
         while time.monotonic() >= part.due and not self._stopping.is_set():
             if part.position is None:
                 self._claim_again(part)
+            elif part.letters_first:
+                return
             elif not part.queue:
                 if not part.cut_off:
                     return
@@ -285,20 +293,42 @@ class Member:
         """Claim a partition whose claim is lost, or in doubt, although Kafka still assigns it to this member."""
         try:
             [(position, keys)] = self._claim([part.partition]).values()
-            self._kafka.seek(TopicPartition(*part.partition, position.next_offset))
+            self._seek(part, position.next_offset)
         except (psycopg.Error, KafkaFailed, KafkaException) as error:
             self._applier.postpone(part, error, f"claiming {part.name} again")
             return
         part.claimed(position, keys)
 
+    def _seek(self, part: Assigned, offset: int) -> None:
+        here = TopicPartition(*part.partition, offset)
+        try:
+            self._kafka.seek(here)
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError._STATE:  # noqa: SLF001  a documented name, in spite of the underscore
+                raise
+            # Out of range, librdkafka has stopped reading it, until it is assigned again.
+            if self._incremental:
+                self._kafka.incremental_unassign([here])
+                self._kafka.incremental_assign([here])
+                again = [part]
+            else:
+                again = list(self._parts.values())
+                others = [TopicPartition(*one.partition, one.fetched) for one in again if one is not part]
+                self._kafka.assign([here, *others])
+            self._kafka.resume([TopicPartition(*one.partition) for one in again])
+            for one in again:
+                one.paused = False
+
     # Upkeep
 
     def _keep_up(self) -> None:
         try:
+            self._applier.lose_taken(self._parts.values())
             for part in self._parts.values():
                 self._applier.pass_markers(part)
             if not self._settings.at_most_once:
-                self._waiting.keep_up(self._parts)
+                until = time.monotonic() + _TURN_SECONDS
+                self._waiting.keep_up(self._parts, lambda: time.monotonic() < until and not self._stopping.is_set())
             self._check_topics()
         except (psycopg.Error, KafkaFailed) as error:
             self._applier.interrupted(error, "upkeep")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import psycopg
@@ -14,7 +15,6 @@ from outbox.inbox._assigned import Assigned
 from outbox.inbox._letters import Letters
 from outbox.inbox._session import Session
 
-_RETRIED_AT_ONCE: Final = 100
 _PART_OF_TIME: Final = 0.01
 """How much of its time a member spends on reading the keys of dead letters: those of 100,000 take it 100 ms or more."""
 _PART_WHILE_RETRYING: Final = 0.1
@@ -53,8 +53,14 @@ class WaitingLetters:
             known.intersection_update(found)
             known.update(found)
 
-    def keep_up(self, parts: Mapping[Partition, Assigned]) -> None:
-        """Apply the dead letters that an operator retries, and those that wait behind one that is gone."""
+    def keep_up(self, parts: Mapping[Partition, Assigned], go_on: Callable[[], bool] = lambda: True) -> None:
+        """Apply the dead letters that an operator retries, and those that wait behind one that is gone.
+
+        Meanwhile the messages of their partitions wait: of a busy key more could come behind the letters than are
+        retried.
+
+        go_on  asked after each letter.
+        """
         if not parts:
             return
         with self._session.transaction() as connection:
@@ -65,12 +71,22 @@ class WaitingLetters:
                 released, part.released = self._letters.release(connection, partition, part.released)
                 if released:
                     waiting.add(partition)
-        for partition in sorted(waiting):
-            part = parts[partition]
-            left = _RETRIED_AT_ONCE
-            while left and part.position is not None and self._applier.retry(part):
-                left -= 1
-        if time.monotonic() >= (self._retried_at if waiting else self._read_at):
+        for partition in waiting:
+            parts[partition].letters_first = True
+        held = any(part.letters_first for part in parts.values())
+        left = deque(sorted(waiting))
+        while left:
+            part = parts[left[0]]
+            if part.position is not None and self._applier.retry(part):
+                left.rotate(-1)
+            else:
+                left.popleft()
+            if not go_on():
+                break
+        if time.monotonic() >= (self._retried_at if held else self._read_at):
             with self._session.transaction() as connection:
                 keys = self.read(connection, self.keys)
             self.know(keys)
+            # Not before the keys are known: messages would be put behind letters that are gone.
+            for partition in parts.keys() - waiting:
+                parts[partition].letters_first = False

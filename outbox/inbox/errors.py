@@ -23,8 +23,8 @@ class MessageTooOld(InboxError):
 class HandlerFailed(InboxError):
     """A message could not be applied, and the consumer stopped before it. ``__cause__`` says why.
 
-    ``topic``, ``partition``, ``offset`` and ``attempts`` are the message's. At-most-once the consumer stopped behind
-    it, and the loss is in ``consumer.losses``: ``given_up``.
+    ``topic``, ``partition``, ``offset`` and ``attempts`` are the message's. At-most-once, and after a handler that
+    has committed the transaction, the consumer stopped behind it, and the loss is in ``consumer.losses``: ``given_up``.
     """
 
     def __init__(

@@ -47,6 +47,19 @@ def test_the_same_message_again_is_one_dead_letter_with_more_attempts(bench, sid
     assert bench.letters() == [(BEGIN, "failed", "dead", 2)]
 
 
+def test_another_message_at_its_offset_leaves_the_first_one_in_the_audit(bench, side):
+    """The log was cut, and grew again."""
+    side.bury(Message(1, BEGIN, of="old"))
+    bench.run("UPDATE consumer.offsets SET next_offset = %s WHERE part = 0", BEGIN)
+    side.bury(Message(2, BEGIN, of="new"), again=True)
+    stored = "SELECT message_id::text, message_key, message_value, attempts, died_at = last_failed_at"
+    assert bench.run(f"{stored} FROM consumer.dead_letters") == [(event_id(2), b"new", b"2", 1, True)]
+    [(what, kept)] = bench.run("SELECT what, details FROM consumer.audit")
+    assert what == "replace dead letter"
+    assert (kept["message_id"], kept["offset"]) == (event_id(1), BEGIN)
+    assert [base64.b64decode(kept[name]) for name in ("key_base64", "value_base64")] == [b"old", b"1"]
+
+
 def test_a_retry_applies_it_in_order_and_deletes_it_with_the_effect(bench, side):
     for number in (1, 2):
         side.bury(Message(number, BEGIN + number - 1, of=f"k{number}"))

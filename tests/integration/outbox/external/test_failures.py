@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -287,3 +287,51 @@ def test_a_caller_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(sink, 
     for end in ("idle_in_transaction_session_timeout", "transaction_timeout"):
         with pytest.raises(ConsumerUnavailable, match="transaction timeout"):
             command(end)
+
+
+def test_sql_that_always_ends_its_session_counts_as_failed_and_holds_up_no_other(sink, provider):
+    def settle(cursor, settled):
+        if settled.request["order"] == "a":
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        cursor.execute("INSERT INTO orders VALUES (%s, 'paid')", [settled.request["order"]])
+
+    external = payments(provider.url, on_confirmed=settle, max_attempts=2, workers=1)
+    stop = threading.Event()
+    sink.reserve(external, ["a", "b"])
+    thread = in_thread(lambda: external.drain(sink.connect, stop, until="stopped", patience=None))
+    try:
+        wait_until(lambda: sink.states() == {"a": "stuck", "b": "confirmed"}, 60, what="both to be settled")
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    assert len(provider.requests("a")) == 1
+    assert (
+        "terminating connection"
+        in sink.rows("SELECT last_error FROM consumer.reservations WHERE state = 'stuck'")[0][0]
+    )
+
+
+def test_a_stop_does_not_wait_for_the_database_beyond_the_leases(sink, provider):
+    def settle(cursor, settled):
+        cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    external = payments(provider.url, on_confirmed=settle, timeout=1.0, lease=1.5)
+    sink.reserve(external, ["a"])
+    stop = threading.Event()
+    away: list[float] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        if away:
+            raise psycopg.OperationalError("nobody listens")
+        return sink.connect()
+
+    def report(text: str, _figures: Mapping[str, Any]) -> None:
+        if text == "waiting for the database":
+            away.append(time.monotonic())
+            stop.set()
+
+    thread = in_thread(lambda: external.drain(connect, stop, until="stopped", report=report, patience=None))
+    thread.join(30)
+    assert not thread.is_alive()
+    assert sink.states() == {"a": "calling"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,8 +10,9 @@ import psycopg
 import pytest
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient
 from inbox_log import _quick, end, keys, log
-from inbox_support import apply
+from inbox_support import Log, apply
 from prometheus_client import CollectorRegistry
 from support import wait_until
 from uuid_utils.compat import uuid7
@@ -18,7 +20,7 @@ from uuid_utils.compat import uuid7
 from outbox import ConfigurationError, Event, Outbox
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.progress import progress
-from outbox.inbox import Consumer, Reject
+from outbox.inbox import Consumer, Reject, _member
 
 __all__ = ["_quick", "log"]
 
@@ -105,16 +107,55 @@ def test_where_a_new_group_begins(log):
     assert log.run("SELECT min(at), max(at) FROM effects") == [(10, 29)]
 
 
-def test_an_operator_sets_the_offsets_of_a_consumer_that_runs(log):
+def read_again(log: Log) -> None:
+    """Move the offsets of a group back, as an operator does."""
+    found = log.command("offsets", "reset", log.group, "--topic", log.topic, "--to", "earliest", "--reason", "again")
+    assert found.exit_code == 0, found.output
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-most-once"])
+def test_an_operator_sets_the_offsets_of_a_consumer_that_runs(log, delivery):
+    """It reads on from there, also if nothing new comes."""
     log.produce(keys(20))
-    with log.consuming(dedup=False, kafka={"heartbeat.interval.ms": 100}) as running:
+    with log.consuming(delivery=delivery, dedup=False, kafka={"heartbeat.interval.ms": 100}) as running:
         running.wait(lambda: log.count() >= 20, "the effects")
-        command = ["offsets", "reset", log.group, "--topic", log.topic, "--to", "earliest", "--reason", "again"]
-        found = log.command(*command)
-        assert found.exit_code == 0, found.output
-        log.produce(keys(5))
-        running.wait(lambda: log.count() >= 45, "the effects")
-    assert log.run("SELECT count(*), count(DISTINCT at) FROM effects") == [(45, 25)]
+        read_again(log)
+        running.wait(lambda: log.count() >= 40, "the effects")
+    assert log.run("SELECT count(*), count(DISTINCT at) FROM effects") == [(40, 20)]
+
+
+@pytest.mark.parametrize("strategy", ["range", "cooperative-sticky"])
+def test_a_partition_that_was_out_of_range_is_read_on_from_where_an_operator_says(
+    outbox_postgres, outbox_kafka, monkeypatch, strategy
+):
+    """Retention passes the position just after it was claimed."""
+    log = Log(outbox_postgres, outbox_kafka, 2)
+    for partition in range(2):
+        log.produce(keys(30), partition=partition)
+    check, checked = _member.Member._check_positions, threading.Event()
+
+    def pass_by(member, positions):
+        check(member, positions)
+        if not checked.is_set():
+            checked.set()
+            admin = AdminClient({"bootstrap.servers": log.servers})
+            [future] = admin.delete_records([TopicPartition(log.topic, 0, 20)]).values()
+            future.result(60)
+            read_again(log)
+
+    monkeypatch.setattr(_member.Member, "_check_positions", pass_by)
+    kafka = {"heartbeat.interval.ms": 100, "partition.assignment.strategy": strategy}
+    with log.consuming(dedup=False, kafka=kafka) as running:
+        running.wait(lambda: log.positions() == {0: 30, 1: 30}, "the positions")
+        [claims] = log.run("SELECT generation FROM consumer.groups")
+        log.produce(["k"] * 5, partition=0)
+        log.produce(["k"] * 5, partition=1)
+        running.wait(lambda: log.positions() == {0: 35, 1: 35}, "the positions")
+    assert log.run("SELECT part, min(at), count(*) FROM effects GROUP BY part ORDER BY part") == [
+        (0, 20, 15),
+        (1, 0, 35),
+    ]
+    assert log.run("SELECT generation FROM consumer.groups") == [claims]
 
 
 def test_a_new_topic_is_added_at_once(log):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import uuid
 from typing import Any
 
@@ -9,7 +11,7 @@ import psycopg
 import pytest
 from confluent_kafka import Consumer as KafkaConsumer
 from inbox_log import _quick, keys, log
-from inbox_support import apply
+from inbox_support import Log, apply
 from uuid_utils.compat import uuid7
 
 from outbox.inbox import HandlerFailed, Reject, _member
@@ -68,6 +70,84 @@ def test_a_failure_stops_the_consumer_before_the_message(log):
     with log.consuming(poison) as running:
         running.wait(lambda: log.count() >= 50, "the effects")
     log.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"dedup": False}, {"on_failure": "dead-letter"}])
+def test_a_handler_that_commits_stops_the_consumer_and_the_rest_of_its_batch_is_recorded(log, options):
+    """Its COMMIT has moved the position, and no handler is called for what is behind it."""
+    log.produce(["other", *keys(3, 1), *keys(16, 4)])
+    poison = Poison(2, key=b"k0")
+    poison.how = lambda connection: connection.execute("COMMIT")
+    with log.consuming(poison, batch=10, **options) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up) == (3, True)
+    assert log.run("SELECT array_agg(at ORDER BY at) FROM effects") == [([0, 1, 2, 3],)]
+    lost = log.run("SELECT first_offset, end_offset, kind FROM consumer.losses ORDER BY first_offset")
+    assert lost == [(at, at + 1, "given-up") for at in range(3, 10)]
+    assert log.run("SELECT next_offset, applied FROM consumer.offsets") == [(10, 3)]
+    with log.consuming(**options) as running:
+        running.wait(lambda: log.positions() == {0: 20}, "the rest")
+    assert log.run("SELECT count(*) FROM effects") == [(14,)]
+
+
+def test_a_handler_that_rolls_back_has_failed_and_nothing_is_lost(log):
+    log.produce(keys(20))
+    poison = Poison(1)
+    poison.how = lambda connection: connection.execute("ROLLBACK")
+    with log.consuming(poison, batch=10, on_failure="dead-letter") as running:
+        running.wait(lambda: log.positions() == {0: 20}, "the position")
+    assert [(one["message_offset"], one["reason"]) for one in log.letters()] == [(11, "failed")]
+    assert log.run("SELECT count(*) FROM effects UNION ALL SELECT count(*) FROM consumer.losses") == [(19,), (0,)]
+
+
+def test_a_busy_key_leaves_the_dead_letters_and_other_partitions_go_on(outbox_postgres, outbox_kafka, monkeypatch):
+    """Messages of the key come faster than letters are retried: they wait in Kafka, and are not put behind those."""
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 1.0)
+    log = Log(outbox_postgres, outbox_kafka, 2)
+    log.produce(["k1"] * 500, partition=0)
+    poison = Poison(0)
+    with log.consuming(poison, on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: len(log.letters()) == 500, "the dead letters")
+        poison.numbers.clear()
+        log.retry()
+        fed = threading.Event()
+
+        def feed() -> None:
+            while not fed.is_set():
+                log.produce(["k1"] * 40, partition=0)
+                log.produce(["other"], partition=1)
+                time.sleep(0.1)
+
+        feeding = threading.Thread(target=feed)
+        feeding.start()
+        try:
+            running.wait(lambda: log.run("SELECT FROM effects WHERE part = 1"), "the neighbour")
+            assert log.letters()
+            running.wait(
+                lambda: log.run("SELECT FROM effects WHERE n > 500 AND key = 'k1'") and not log.letters(), "the key"
+            )
+        finally:
+            fed.set()
+            feeding.join()
+        running.wait(lambda: log.count() == sum(map(len, log.written.values())), "the rest")
+    log.check()
+
+
+def test_a_consumer_stops_between_dead_letters(log):
+    log.produce(["k1"] * 60)
+    poison, begun = Poison(0), threading.Event()
+    with log.consuming(poison, on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: len(log.letters()) == 60, "the dead letters")
+
+        def slow(_: Any) -> None:
+            begun.set()
+            time.sleep(0.3)
+
+        poison.numbers, poison.how = set(range(60)), slow
+        log.retry()
+        running.wait(begun.is_set, "the first retry")
+    assert len(log.letters()) > 40
 
 
 def test_a_failure_that_passes_is_no_failure(log):

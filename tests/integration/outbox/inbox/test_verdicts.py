@@ -11,8 +11,8 @@ import psycopg
 import pytest
 from inbox_support import Log, apply
 
+from outbox.consumer.postgres_errors import MOST_STRIKES
 from outbox.inbox import HandlerFailed, _applier, _member
-from outbox.inbox._assigned import MOST_STRIKES
 
 MESSAGES = 300
 BAD = 150
