@@ -405,9 +405,10 @@ class Recovery(Reconciler):
         """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""
         # An event is settled after it is published, perhaps much later, but it is written before.
         [(oldest, archived)] = self._rows.run(_ARCHIVED, bound, "reading the archive")
-        topics = {*topics_of(self._client, self._router.may_write), *(archived or ())}
-        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         rows = self._rows.topics(range(len(self._lanes())))
+        # Those of rows too: what may not be described is not among the topics that Kafka lists.
+        topics = {*topics_of(self._client, self._router.may_write), *(archived or ()), *rows}
+        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         return {topic: min(start, rows.get(topic, start)) for topic in topics}
 
     def _read_topics(self, starts: Mapping[str, int]) -> tuple[int, int]:
