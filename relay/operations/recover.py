@@ -53,6 +53,7 @@ _LATEST: Final = dt.datetime(9999, 12, 29, tzinfo=dt.UTC)
 _RESTORED: Final = "Postgres was restored to a point before events of this lane were published"
 
 _UNSETTLED: Final = "its marker names events that are not settled, and only the topics show whether Kafka has them"
+_PUT_BACK: Final = "its marker may name events that are put back"
 
 _TABLE: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_recover",
@@ -328,10 +329,16 @@ class Recovery(Reconciler):
         markers. Raises OperationRefused when another process took one, and with ``resend`` while relays run or if one
         has run since the comparison: then nothing is changed.
         """
+        broken = found.broken
+        if resend:
+            # Even if none is put back now: a run that was killed may have done that.
+            known = {state.lane for state in broken}
+            marked = [state for state in found.lanes if state.marker_batch is not None and state.lane not in known]
+            broken += [replace(state, problem=_PUT_BACK) for state in marked]
         details = {
             "since": found.since.isoformat(),
             "until": found.until.isoformat(),
-            "lanes": [state.lane for state in found.broken],
+            "lanes": [state.lane for state in broken],
             "lost": len(found.lost),
             "missing": len(found.missing),
             "overtaken": len(found.overtaken),
@@ -344,9 +351,9 @@ class Recovery(Reconciler):
             standing = [row.event_id for row in (*found.scheduled, *found.dead)]
             self._note_settled("recover settles", reason, standing, {})
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
-            self.repair(Findings(found.broken, []), reason)
+            self.repair(Findings(broken, []), reason)
         else:
-            self._settle([state.lane for state in found.broken], reason)
+            self._settle([state.lane for state in broken], reason)
         settled = {lane: self._rows.found_ids(lane) for lane in sorted(self._rows.found())}
         if found.scheduled:
             self._rows.run(_UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events")
