@@ -159,7 +159,8 @@ SELECT r.lane, r.id, r.event_id::text
 # behind those that wait.
 _READ_ALL: Final = "UPDATE {lanes} SET {released}, low_water_mark = NULL, mark_failures = NULL, streaming = false"
 
-# Of an event that was replayed, the first row.
+# Of an event that was replayed, the first row. A later event of the key that is due is read before what waits: these
+# must be due too.
 _RESEND: Final = """
 WITH lost AS (
     SELECT DISTINCT ON (m.event_id, m.copy) p.tableoid AS part, p.ctid AS place
@@ -167,11 +168,22 @@ WITH lost AS (
       JOIN {published} AS p ON p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy
      ORDER BY m.event_id, m.copy, p.id),
 gone AS (
-    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*)
-INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
-                      created_at, from_relay) OVERRIDING SYSTEM VALUE
-SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
-  FROM gone"""
+    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*),
+back AS (
+    INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
+                          created_at, from_relay) OVERRIDING SYSTEM VALUE
+    SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
+      FROM gone RETURNING lane, id, event_id, aggregate_type, aggregate_id, headers),
+due AS (
+    INSERT INTO {failures} (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, last_error,
+                            first_failed_at, last_failed_at, next_attempt_at)
+    SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 0, 'Kafka has lost it', now(), now(), now()
+      FROM back AS b
+     WHERE NOT coalesce(headers ? %(dead)s, false)
+       AND EXISTS (SELECT FROM {failures} AS f
+                    WHERE f.lane = b.lane AND f.aggregate_type = b.aggregate_type
+                      AND f.aggregate_id = b.aggregate_id AND f.id > b.id AND f.blocks))
+SELECT count(*) FROM back"""
 
 _UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE id = ANY(%(ids)s::bigint[])"
 
@@ -392,7 +404,8 @@ class Recovery(Reconciler):
             "copies": [event.copy for event in back],
             "dead": DEAD_LETTER,
         }
-        return self._connection.execute(sql.SQL(_RESEND).format(**self._names), values).rowcount
+        [(resent,)] = self._connection.execute(sql.SQL(_RESEND).format(**self._names), values).fetchall()
+        return int(resent)
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""

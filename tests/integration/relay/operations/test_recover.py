@@ -19,6 +19,7 @@ import pytest
 from confluent_kafka import Producer
 from hostile_messages import TOPIC
 from reconcile_support import Outbox, outbox
+from support import ends, wait_until
 
 from outbox.errors import OperationRefused
 from relay.config import Delivery, Settings
@@ -138,6 +139,42 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
 def resent(restored: Restored) -> list[tuple]:
     restored.recover("--resend", "--reason", "Kafka was lost")
     return restored.run("SELECT event_id::text, headers FROM outbox.events ORDER BY id")
+
+
+@pytest.mark.parametrize("state", ["retried", "dead"])
+def test_what_kafka_has_lost_is_put_back_before_what_is_retried(restored, outbox_relay, state):
+    """A later event of the key is due, or a dead letter that an operator retries before a relay runs."""
+    lost, later, others = [new_id() for _ in range(3)], new_id(), [new_id() for _ in range(2)]
+    for number, event_id in enumerate(lost):
+        restored.put("published", event_id, ", lane, id, created_at", f", 1, {-9 + number}, now()")
+    restored.put(
+        "published", new_id(), ", lane, id, created_at, headers", ', 1, -5, now(), \'{"outbox-dead-letter": ""}\''
+    )
+    columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
+    if state == "dead":
+        restored.put("dead_letters", later, columns, ", 1, 4711, now(), 3, 'large', now()")
+    else:
+        restored.put("events", later)
+    table, at = ("dead_letters", "infinity") if state == "dead" else ("events", "-infinity")
+    restored.run(
+        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 3, 'large', now(),"
+        f" now(), '{at}' FROM outbox.{table}"
+    )
+    restored.key = restored.keys(0)[2]
+    for number, event_id in enumerate(others):
+        restored.put("published", event_id, ", lane, id, created_at", f", 2, {-9 + number}, now()")
+    assert restored.recover("--resend", "--reason", "Kafka was lost")["resent"] == 6
+    # The copy, and events of other keys, are not among them.
+    assert restored.run("SELECT count(*) FROM outbox.failures") == [(4,)]
+    restored.run("DELETE FROM outbox.events WHERE headers ? 'outbox-dead-letter'")
+    if state == "dead":
+        assert restored.command("dead-letters", "retry", later).returncode == 0
+    relay = outbox_relay(name=restored.name)
+    wait_until(lambda: restored.left() == 0, 60, "the events to be published")
+    ends(relay)
+    assert restored.run("SELECT count(*) FROM outbox.failures") == [(0,)]
+    found = [dict(one.headers())["ce_id"].decode() for one in restored.kafka.consume(restored.topics)]
+    assert [event_id for event_id in found if event_id not in others] == [*lost, later]
 
 
 def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored):
