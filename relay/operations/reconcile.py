@@ -284,7 +284,7 @@ class Reconciler:
                 raise OperationRefused(
                     f"a relay with another OUTBOX_NAME had lane {lane} (transactional id {here.transactional_id!r}), "
                     "and the markers are in that outbox's state topic. Set OUTBOX_NAME to the relays'; if all relays "
-                    "have a new name, or this is a copy, first: UPDATE outbox.lanes SET transactional_id = NULL"
+                    "have a new name, or this is a copy, first set transactional_id in outbox.lanes to NULL"
                 )
         unknown = set(lanes or ()) - there.keys()
         if unknown:
