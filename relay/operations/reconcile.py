@@ -204,7 +204,7 @@ class Reconciler:
                 raise OperationRefused(
                     f"{error}. pg_upgrade keeps the tables as they are; this is a restore"
                 ) from error
-            if marker.batch != here.last_batch and self._gone(state.lane, marker):
+            if here.last_batch not in {RECREATED, marker.batch} and self._gone(state.lane, marker):
                 raise OperationRefused(
                     f"lane {state.lane}: events of batch {marker.batch} are on Kafka, and neither settled nor in the "
                     "table. pg_upgrade keeps the tables as they are; see `outbox relay reconcile`"

@@ -118,7 +118,10 @@ there AS (
       JOIN held AS h USING (aggregate_type, aggregate_id)
      WHERE coalesce(h.headers ? %(dead)s, false) = k.copy
        AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = h.event_id AND s.copy = k.copy)
-     GROUP BY aggregate_type, aggregate_id, k.copy, h.event_id),
+     GROUP BY aggregate_type, aggregate_id, k.copy, h.event_id
+     UNION ALL
+    SELECT w.aggregate_type, w.aggregate_id, false, 9223372036854775807
+      FROM {scheduled} AS w JOIN pg_temp.outbox_recover AS s USING (event_id) WHERE NOT s.copy),
 last AS (
     SELECT aggregate_type, aggregate_id, copy, max(first_id) AS id FROM there
      GROUP BY aggregate_type, aggregate_id, copy)
@@ -309,8 +312,9 @@ class Recovery(Reconciler):
         # By time: what Postgres has lost is later than all that it has, and what was never archived may be earlier.
         last_lost: dict[tuple[str, str], dt.datetime] = {}
         for place, _ in places:
-            key = place.topic, place.aggregate_id
-            last_lost[key] = max(place.at, last_lost.get(key, place.at))
+            # The archive may not know the topic of an earlier one.
+            for key in ((place.topic, place.aggregate_id), ("", place.aggregate_id)):
+                last_lost[key] = max(place.at, last_lost.get(key, place.at))
 
         def overtaken(event: EventPlace, by_known: bool) -> bool:
             # A copy for a dead-letter topic has no order.

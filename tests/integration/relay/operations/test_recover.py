@@ -225,16 +225,21 @@ def test_nothing_is_put_back_beside_a_relay(restored):
 
 
 def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restored):
-    """The later event is in the archive, not settled yet, or lost by Postgres. Others of the key are put back."""
+    """The later event is in the archive, not settled yet, lost by Postgres, or scheduled. Others are put back.
+
+    nowhere   lost by Postgres, and the archive does not know the topic of the earlier ones.
+    """
     names: dict[str, str] = {}
-    columns, values = ", lane, id, created_at, topic", ", 1, {}, now(), '" + restored.topics[0] + "'"
+    columns, values = ", lane, id, created_at, topic", ", 1, {}, now(), {}"
 
     def archived(name: str, number: int) -> str:
         names[event_id := new_id()] = f"{later}: {name}"
-        restored.put("published", event_id, columns, values.format(number))
+        topic = "NULL" if later == "nowhere" else f"'{restored.topics[0]}'"
+        restored.put("published", event_id, columns, values.format(number, topic))
         return event_id
 
-    for start, later in ((-30, "archived"), (-20, "waits"), (-10, "lost")):
+    of_each = ("archived", "waits", "lost", "nowhere", "scheduled")
+    for start, later in zip(range(-50, 0, 10), of_each, strict=True):
         restored.key = f"k-{later}"
         overtaken = archived("overtaken", start)
         archived("between", start + 1)
@@ -242,14 +247,15 @@ def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restore
         if later == "archived":
             archived("last", start + 3)
             # Replays count as their events.
-            restored.put("published", overtaken, columns, values.format(start + 4))
+            restored.put("published", overtaken, columns, values.format(start + 4, f"'{restored.topics[0]}'"))
         elif later == "waits":
             restored.put("events", on_kafka)
+        elif later == "scheduled":
+            restored.put("scheduled", on_kafka, ", not_before", ", now()")
         restored.send(on_kafka)
         restored.key = f"k-{later}-other"
         archived("other", start + 5)
     found = restored.recover("--dry-run", status=1)
-    of_each = ("archived", "waits", "lost")
     assert {names[one] for one in ids(found["overtaken"])} == {
         f"{later}: {name}" for later in of_each for name in ("overtaken", "between")
     }
@@ -261,7 +267,7 @@ def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restore
         shown = restored.command("recover", "--since", restored.since, "--dry-run", settings=settings).stdout
         # What is lost may be a neighbour's.
         assert ("OUTBOX_CE_SOURCE" in shown) == (settings == ARCHIVE)
-    assert "later events of their keys are on Kafka; see `outbox replay`: 6 events" in shown
+    assert "later events of their keys are on Kafka; see `outbox replay`: 10 events" in shown
     assert {names[event_id] for event_id, _ in resent(restored)} == put_back
 
 
