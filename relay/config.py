@@ -14,7 +14,16 @@ from outbox._app.settings import Settings, load
 from outbox._topics import STATE_SUFFIX
 from outbox.errors import ConfigurationError
 
-__all__ = ["Delivery", "Settings", "SourceKind", "delivery_seconds", "load", "producer_options", "state_topic_name"]
+__all__ = [
+    "Delivery",
+    "Settings",
+    "SourceKind",
+    "delivery_seconds",
+    "load",
+    "producer_options",
+    "shared_source_note",
+    "state_topic_name",
+]
 
 _RETRIES: Final = frozenset({"retries", "message.send.max.retries"})
 _TIMEOUTS: Final = ("delivery.timeout.ms", "message.timeout.ms")
@@ -117,6 +126,16 @@ def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:
 
 def state_topic_name(settings: Settings) -> str:
     return settings.name + STATE_SUFFIX
+
+
+def shared_source_note(settings: Settings) -> str | None:
+    """Return what to look at if records are not the outbox's: one with another name may have the same ``ce_source``."""
+    if settings.given_name is None or "ce_source" in settings.model_fields_set:
+        return None
+    return (
+        "if another outbox writes these topics, its records may be among them: OUTBOX_CE_SOURCE has the default, so "
+        "they look like this outbox's"
+    )
 
 
 def delivery_seconds(settings: Settings) -> float:

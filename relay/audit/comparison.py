@@ -44,7 +44,7 @@ from relay.audit.sums import (
 )
 from relay.audit.tables import UNPUBLISHED, Archived, Committed, Misplaced, Tables
 from relay.audit.topics import Cell, OnKafka, Topics, window_sums
-from relay.config import Settings
+from relay.config import Settings, shared_source_note
 from relay.database import Connector
 from relay.kafka.offsets import Partition
 from relay.operations.trace import topics_of
@@ -245,6 +245,9 @@ class _Comparison:
                 )
         for topic, count in sorted(self._topics.others.items()):
             notes.append(f"topic {topic} has {count} records that are not of this outbox: not compared")
+        shared = shared_source_note(self._settings)
+        if shared and any(one.kind == "unknown" for one in self._audit.differences):
+            notes.append(shared)
 
     def _under_way(self, one: WindowAudit) -> bool:
         return one.waiting > 0 or one.window.minute >= self._now or any(group.waiting for group in one.groups.values())

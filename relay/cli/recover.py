@@ -38,13 +38,15 @@ def recover(
     connection to Postgres. --json lists every event.
     """
     from relay.cli.relay import reconciler_settings
+    from relay.config import shared_source_note
     from relay.operations.dead_letters import locked as error_of_locked
     from relay.operations.recover import Recovered, Recovery
 
     why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)
     start, end = as_utc(since), as_utc(until) or dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
     assert start is not None
-    with closing(Recovery(reconciler_settings(database_url))) as recovery:
+    settings = reconciler_settings(database_url)
+    with closing(Recovery(settings)) as recovery:
         found = recovery.compare(start, end)
         done = Recovered(found.found, 0, []) if dry_run else recovery.recover(found, why, resend=resend)
     if as_json:
@@ -68,6 +70,8 @@ def recover(
         )
     else:
         _print(found, sum(map(len, done.settled.values())), dry_run=dry_run)
+        if (shared := shared_source_note(settings)) and (found.lost or found.unsure):
+            say(f"Note: {shared}")
         if done.resent:
             say(f"{done.resent} events were put back into the outbox, to be published again")
     if done.locked:

@@ -143,12 +143,16 @@ def upgraded(reason: Reason = None, database_url: DatabaseUrl = None) -> None:
 
 
 def reconciler_settings(database_url: str | None, schema: str | None = None) -> Settings:
-    """Return the settings of a Reconciler, and arm its failpoints."""
+    """Return the settings of a Reconciler, and arm its failpoints. The relays may have another delivery."""
     from relay import failpoints
     from relay.config import Delivery
 
     failpoints.arm_from_environment()
-    return load(database_url=database_url, schema=schema, delivery=Delivery.EXACTLY_ONCE)
+    settings = load(database_url=database_url, schema=schema)
+    # What their delivery allows, and exactly-once sets itself.
+    own = {"retry.backoff.ms", "retry.backoff.max.ms"}
+    kafka = {name: value for name, value in settings.kafka.items() if name not in own}
+    return settings.model_copy(update={"delivery": Delivery.EXACTLY_ONCE, "kafka": kafka})
 
 
 def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, apply: bool) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple, cast
 
-from confluent_kafka import IsolationLevel, KafkaException
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import OffsetSpec, TopicMetadata  # type: ignore[attr-defined]
 
 from outbox._clients.kafka_client import EARLIEST, LATEST, STALE, Admin, answered
@@ -48,6 +48,24 @@ class Offsets:
 
     def topics(self) -> list[str]:
         return list(self._topics())
+
+    def forbidden(self, topics: Collection[str]) -> list[str]:
+        """Return those that may not be described with these credentials: ``topics`` leaves them out, as if gone."""
+        found: list[str] = []
+        if not topics:
+            return found
+        with self._admin.explaining():
+            asked = self._admin.describe_topics(TopicCollection(sorted(topics)), request_timeout=_SECONDS)
+            for topic, answer in asked.items():
+                try:
+                    answer.result()
+                except KafkaException as error:
+                    code = error.args[0].code()
+                    if code == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                        found.append(topic)
+                    elif code != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                        raise
+        return found
 
     def low(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         return self._ask(partitions, EARLIEST, IsolationLevel.READ_UNCOMMITTED)

@@ -52,7 +52,7 @@ _GIVEN_UP: Final = (
 _CERTAIN: Final = "delivery='exactly-once' of the consumer"
 _ORDER: Final = {
     SourceKind.POLLING: "each key in the order of ids, which is that of commits if its writers exclude each other",
-    SourceKind.WAL: "each key in commit order",
+    SourceKind.WAL: "each key in commit order, or in that of ids while its lane reads the table",
 }
 
 

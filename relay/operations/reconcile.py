@@ -64,7 +64,7 @@ _AUDIT_IDS: Final = 10_000
 _LANES: Final = """
 SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system()),
        {timeline},
-       (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
+       (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint, transactional_id
   FROM {lanes} ORDER BY lane"""
 
 # LIMIT prevents the planner from reversing the join; see settle/statements.py.
@@ -97,6 +97,7 @@ class _Lane(NamedTuple):
     system: str
     timeline: int
     insert_lsn: int
+    transactional_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,8 @@ class Reconciler:
     def __init__(self, settings: Settings) -> None:
         self._url = settings.require_database()
         self._connect = Connector(self._url, "outbox relay reconcile")
-        self._own = f"{settings.name}.relay.reconcile-{uuid.uuid4()}"
+        self._prefix = f"{settings.name}.relay."
+        self._own = f"{self._prefix}reconcile-{uuid.uuid4()}"
         self._archive = settings.relay.archive_days > 0
         self._schema = settings.db_schema
         self._source = settings.ce_source
@@ -202,7 +204,7 @@ class Reconciler:
                 raise OperationRefused(
                     f"{error}. pg_upgrade keeps the tables as they are; this is a restore"
                 ) from error
-            if marker.batch != here.last_batch and self._gone(state.lane, marker):
+            if here.last_batch not in {RECREATED, marker.batch} and self._gone(state.lane, marker):
                 raise OperationRefused(
                     f"lane {state.lane}: events of batch {marker.batch} are on Kafka, and neither settled nor in the "
                     "table. pg_upgrade keeps the tables as they are; see `outbox relay reconcile`"
@@ -276,8 +278,15 @@ class Reconciler:
     # -- looking
 
     def _chosen(self, lanes: Collection[int] | None) -> list[int]:
-        there = self._lanes().keys()
-        unknown = set(lanes or ()) - there
+        there = self._lanes()
+        for lane, here in there.items():
+            if here.transactional_id is not None and not here.transactional_id.startswith(self._prefix):
+                raise OperationRefused(
+                    f"a relay with another OUTBOX_NAME had lane {lane} (transactional id {here.transactional_id!r}), "
+                    "and the markers are in that outbox's state topic. Set OUTBOX_NAME to the relays'; if all relays "
+                    "have a new name, or this is a copy, first set transactional_id in outbox.lanes to NULL"
+                )
+        unknown = set(lanes or ()) - there.keys()
         if unknown:
             raise SchemaError(f"the outbox has no lane {min(unknown)}: it has {len(there)}, from 0")
         return sorted(there if lanes is None else set(lanes))

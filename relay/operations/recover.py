@@ -53,6 +53,7 @@ _LATEST: Final = dt.datetime(9999, 12, 29, tzinfo=dt.UTC)
 _RESTORED: Final = "Postgres was restored to a point before events of this lane were published"
 
 _UNSETTLED: Final = "its marker names events that are not settled, and only the topics show whether Kafka has them"
+_PUT_BACK: Final = "its marker may name events that are put back"
 
 _TABLE: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_recover",
@@ -117,7 +118,10 @@ there AS (
       JOIN held AS h USING (aggregate_type, aggregate_id)
      WHERE coalesce(h.headers ? %(dead)s, false) = k.copy
        AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = h.event_id AND s.copy = k.copy)
-     GROUP BY aggregate_type, aggregate_id, k.copy, h.event_id),
+     GROUP BY aggregate_type, aggregate_id, k.copy, h.event_id
+     UNION ALL
+    SELECT w.aggregate_type, w.aggregate_id, false, 9223372036854775807
+      FROM {scheduled} AS w JOIN pg_temp.outbox_recover AS s USING (event_id) WHERE NOT s.copy),
 last AS (
     SELECT aggregate_type, aggregate_id, copy, max(first_id) AS id FROM there
      GROUP BY aggregate_type, aggregate_id, copy)
@@ -158,7 +162,8 @@ SELECT r.lane, r.id, r.event_id::text
 # behind those that wait.
 _READ_ALL: Final = "UPDATE {lanes} SET {released}, low_water_mark = NULL, mark_failures = NULL, streaming = false"
 
-# Of an event that was replayed, the first row.
+# Of an event that was replayed, the first row. A later event of the key that is due is read before what waits: these
+# must be due too.
 _RESEND: Final = """
 WITH lost AS (
     SELECT DISTINCT ON (m.event_id, m.copy) p.tableoid AS part, p.ctid AS place
@@ -166,11 +171,22 @@ WITH lost AS (
       JOIN {published} AS p ON p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy
      ORDER BY m.event_id, m.copy, p.id),
 gone AS (
-    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*)
-INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
-                      created_at, from_relay) OVERRIDING SYSTEM VALUE
-SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
-  FROM gone"""
+    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*),
+back AS (
+    INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
+                          created_at, from_relay) OVERRIDING SYSTEM VALUE
+    SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
+      FROM gone RETURNING lane, id, event_id, aggregate_type, aggregate_id, headers),
+due AS (
+    INSERT INTO {failures} (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, last_error,
+                            first_failed_at, last_failed_at, next_attempt_at)
+    SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 0, 'Kafka has lost it', now(), now(), now()
+      FROM back AS b
+     WHERE NOT coalesce(headers ? %(dead)s, false)
+       AND EXISTS (SELECT FROM {failures} AS f
+                    WHERE f.lane = b.lane AND f.aggregate_type = b.aggregate_type
+                      AND f.aggregate_id = b.aggregate_id AND f.id > b.id AND f.blocks))
+SELECT count(*) FROM back"""
 
 _UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE id = ANY(%(ids)s::bigint[])"
 
@@ -296,8 +312,9 @@ class Recovery(Reconciler):
         # By time: what Postgres has lost is later than all that it has, and what was never archived may be earlier.
         last_lost: dict[tuple[str, str], dt.datetime] = {}
         for place, _ in places:
-            key = place.topic, place.aggregate_id
-            last_lost[key] = max(place.at, last_lost.get(key, place.at))
+            # The archive may not know the topic of an earlier one.
+            for key in ((place.topic, place.aggregate_id), ("", place.aggregate_id)):
+                last_lost[key] = max(place.at, last_lost.get(key, place.at))
 
         def overtaken(event: EventPlace, by_known: bool) -> bool:
             # A copy for a dead-letter topic has no order.
@@ -328,10 +345,16 @@ class Recovery(Reconciler):
         markers. Raises OperationRefused when another process took one, and with ``resend`` while relays run or if one
         has run since the comparison: then nothing is changed.
         """
+        broken = found.broken
+        if resend:
+            # Even if none is put back now: a run that was killed may have done that.
+            known = {state.lane for state in broken}
+            marked = [state for state in found.lanes if state.marker_batch is not None and state.lane not in known]
+            broken += [replace(state, problem=_PUT_BACK) for state in marked]
         details = {
             "since": found.since.isoformat(),
             "until": found.until.isoformat(),
-            "lanes": [state.lane for state in found.broken],
+            "lanes": [state.lane for state in broken],
             "lost": len(found.lost),
             "missing": len(found.missing),
             "overtaken": len(found.overtaken),
@@ -344,9 +367,9 @@ class Recovery(Reconciler):
             standing = [row.event_id for row in (*found.scheduled, *found.dead)]
             self._note_settled("recover settles", reason, standing, {})
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
-            self.repair(Findings(found.broken, []), reason)
+            self.repair(Findings(broken, []), reason)
         else:
-            self._settle([state.lane for state in found.broken], reason)
+            self._settle([state.lane for state in broken], reason)
         settled = {lane: self._rows.found_ids(lane) for lane in sorted(self._rows.found())}
         if found.scheduled:
             self._rows.run(_UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events")
@@ -385,7 +408,8 @@ class Recovery(Reconciler):
             "copies": [event.copy for event in back],
             "dead": DEAD_LETTER,
         }
-        return self._connection.execute(sql.SQL(_RESEND).format(**self._names), values).rowcount
+        [(resent,)] = self._connection.execute(sql.SQL(_RESEND).format(**self._names), values).fetchall()
+        return int(resent)
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
@@ -405,9 +429,10 @@ class Recovery(Reconciler):
         """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""
         # An event is settled after it is published, perhaps much later, but it is written before.
         [(oldest, archived)] = self._rows.run(_ARCHIVED, bound, "reading the archive")
-        topics = {*topics_of(self._client, self._router.may_write), *(archived or ())}
-        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         rows = self._rows.topics(range(len(self._lanes())))
+        # Those of rows too: what may not be described is not among the topics that Kafka lists.
+        topics = {*topics_of(self._client, self._router.may_write), *(archived or ()), *rows}
+        start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         return {topic: min(start, rows.get(topic, start)) for topic in topics}
 
     def _read_topics(self, starts: Mapping[str, int]) -> tuple[int, int]:

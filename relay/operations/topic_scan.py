@@ -51,12 +51,13 @@ def committed_since(
 ) -> Iterator[Sequence[TopicRecord]]:
     """Yield the committed records of each topic, in groups, from a time (milliseconds) up to its current end.
 
-    Ignores topics that do not exist. Raises Unavailable when one can't be read to its end, or not within ``seconds``:
-    after the records of those that can.
+    Ignores topics that do not exist. Raises Unavailable when one may not be seen, can't be read to its end, or not
+    within ``seconds``: after the records of those that can.
     """
     with unavailable_on_kafka_error(f"reading {', '.join(sorted(since))}"):
         offsets = Offsets(options)
         partitions = offsets.partitions(since)
+        forbidden = offsets.forbidden(since.keys() - {at.topic for at in partitions})
         # Including open transactions: a committed event may be behind one.
         ends = offsets.high(partitions)
         starts: dict[Partition, int] = {}
@@ -65,6 +66,10 @@ def committed_since(
         # A negative offset means that all records are older.
         starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
         yield from read(options, starts, ends, _seen, isolation="read_committed", seconds=seconds)
+        if forbidden:
+            raise Unavailable(
+                f"Kafka: {', '.join(forbidden)} may not be seen with these credentials: grant DESCRIBE and READ"
+            )
 
 
 def record_at(options: Mapping[str, str], place: Partition, offset: int, seconds: float) -> TopicRecord | None:

@@ -316,6 +316,8 @@ class Cdc:
         if state.plugin != "pgoutput" or not state.here:
             whose = f"plugin {state.plugin!r}, or another database's"
         elif not state.known:
+            if state.publication_version_now is None:
+                whose = "no publication of this outbox is there"
             with unavailable_on_error("looking for the slot's owner"):
                 for (schema,) in self._connection.execute(_OUTBOXES, {"schema": self._names.schema}).fetchall():
                     checkpoint = sql.SQL("SELECT FROM {} WHERE slot = %(slot)s::text").format(

@@ -15,7 +15,7 @@ import credential_provider
 import psycopg
 import pytest
 import schema_registry
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AclOperation, AdminClient, NewTopic, ResourceType
 from psycopg import sql
 from secured import PASSWORD, SecuredKafka, allow, secured_postgres, set_password
@@ -252,6 +252,51 @@ def test_a_token_is_replaced_before_it_runs_out(servers):
         return len(ASKED) > 1
 
     wait_until(replaced, what="another token")
+
+
+def test_a_topic_that_may_not_be_described_is_not_taken_for_lost(servers, secured):
+    """Markers are lost, and Kafka has events of two topics: nothing is settled or released while one is not seen."""
+    url = servers.database.create_database(f"described_{token()}")
+    db.upgrade(url)
+    seen, hidden, name = servers.topic(), servers.topic(), f"outbox-{token()}"
+    rights = AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS, AclOperation.READ, AclOperation.WRITE
+    allow(servers.admin, ResourceType.TOPIC, seen, *rights)
+    allow(servers.admin, ResourceType.TOPIC, f"{name}.*", *rights, AclOperation.CREATE)
+    allow(servers.admin, ResourceType.TRANSACTIONAL_ID, f"{name}*", AclOperation.DESCRIBE, AclOperation.WRITE)
+    write(url, [Event(kind, "k", "T") for kind in ("Seen", "Hidden")])
+    environment = settings(servers, url) | {
+        "OUTBOX_ROUTES": json.dumps({"Seen": seen, "Hidden": hidden}),
+        "OUTBOX_NAME": name,
+        "OUTBOX_DELIVERY": "exactly-once",
+    }
+    state = "SELECT max(last_batch), (SELECT count(*) FROM outbox.events) FROM outbox.lanes"
+    with psycopg.connect(url, autocommit=True) as connection:
+        producer = Producer({"bootstrap.servers": secured.plain})
+
+        def publish(kind: str, topic: str) -> None:
+            query = "SELECT payload::text, event_id::text FROM outbox.events WHERE aggregate_type = %s"
+            payload, event_id = connection.execute(query, (kind,)).fetchone()
+            producer.produce(topic, payload, "k", headers=[("ce_id", event_id)])
+            assert producer.flush(30) == 0
+
+        def refused(last_batch: int | None, *arguments: str) -> None:
+            connection.execute("UPDATE outbox.lanes SET last_batch = %s", (last_batch,))
+            status, output = run(environment, *arguments)
+            assert status == 1, output
+            assert f"{hidden} may not be seen with these credentials: grant DESCRIBE" in output
+            assert connection.execute(state).fetchone() == (last_batch, 2)
+
+        reconcile = ("relay", "reconcile", "--apply", "--reason", "lost")
+        recover = ("recover", "--since", "2020-01-01", "--reason", "restored")
+        publish("Hidden", hidden)
+        refused(None, *recover)
+        publish("Seen", seen)
+        for arguments in (recover, reconcile[:2], reconcile):
+            refused(7, *arguments)
+        allow(servers.admin, ResourceType.TOPIC, hidden, AclOperation.DESCRIBE, AclOperation.READ)
+        status, output = run(environment, *reconcile)
+        assert status == 0, output
+        assert connection.execute(state).fetchone() == (8, 0)
 
 
 UNVERIFIED = (

@@ -282,6 +282,9 @@ def test_kafka_is_lost(follow, outbox_kafka, new_kafka, outbox_postgres, setting
     shown = operator.look("outbox recover --since TIME --dry-run", TIME=point)
     assert f"Postgres has, and Kafka has lost: {len(ids)} events of 4 keys" in shown.text
     operator.own("outbox recover --since TIME --resend", TIME=point)
+    if what == "topic":
+        # The lanes' markers are adopted whatever their batch is.
+        db.change_lanes(url, 2)
     operator.start()
     drained(url)
     assert shop.published() == dict.fromkeys(ids + waiting, 1)

@@ -18,6 +18,7 @@ from outbox._app.choices import OnFailure
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.cli.assembly import assemble
+from relay.cli.relay import reconciler_settings
 from relay.config import Delivery, Settings, delivery_seconds, load, producer_options
 from relay.kafka.routing import Route
 from relay.parts import build_router
@@ -51,6 +52,27 @@ def test_environment_names(monkeypatch):
     assert settings.spark.conf == {"spark.ui.enabled": "false"}
     assert "secret" not in repr(settings)
     assert producer_options(settings)["linger.ms"] == "7"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"DELIVERY": "at-most-once", "RELAY__AT_MOST_ONCE_ACKS": "0"},
+        {"DELIVERY": "at-least-once", "RELAY__BATCH_SIZE": "30000"},
+        {"KAFKA__RETRY_BACKOFF_MS": "200", "KAFKA__RETRY_BACKOFF_MAX_MS": "400", "KAFKA__LINGER_MS": "7"},
+        {"DELIVERY": "exactly-once"},
+    ],
+)
+def test_operators_may_use_the_settings_of_any_relay(monkeypatch, given):
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "h:9092")
+    for name, value in given.items():
+        monkeypatch.setenv(f"OUTBOX_{name}", value)
+    producer_options(load())
+    settings = reconciler_settings("postgresql://h/db")
+    assert settings.delivery is Delivery.EXACTLY_ONCE
+    options = producer_options(settings)
+    assert options["retry.backoff.ms"] == "1000"
+    assert options["linger.ms"] == given.get("KAFKA__LINGER_MS", "5")
 
 
 def test_file_below_environment_below_arguments(monkeypatch, tmp_path):

@@ -57,6 +57,12 @@ def test_what_is_equal_what_is_under_way_and_what_a_group_lacks_or_has_too_much(
         f"SELECT '{pipeline.group}', current_date, '{event_id}'"
     )
     assert pipeline.differences("--partial", pipeline.group) == [("unknown", event_id)]
+    # It may be a neighbour's.
+    for names, noted in (({}, False), ({"NAME": "a"}, True), ({"NAME": "a", "CE_SOURCE": "/outbox"}, False)):
+        for name, value in names.items():
+            monkeypatch.setenv(f"OUTBOX_{name}", value)
+        _, found = pipeline.audit("--partial", pipeline.group)
+        assert any("OUTBOX_CE_SOURCE" in note for note in found["notes"]) == noted
     # A minute that has begun is audited.
     day = "2026-11-25T"
     for until, minutes in (("10:00:00", 60), ("10:00:00.2", 61), ("10:00:59", 61)):

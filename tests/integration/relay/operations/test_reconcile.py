@@ -171,6 +171,23 @@ def test_a_relay_that_lives_loses_the_lanes_that_are_repaired_and_no_others(outb
     assert relay.wait() == 0
 
 
+def test_an_outbox_of_another_name_is_not_repaired(outbox):
+    """Its markers would be missed in the state topic of this name, and the lanes of its relays would stop."""
+    outbox.run("UPDATE outbox.lanes SET last_batch = 7, transactional_id = %s", f"{outbox.name}.relay.alive")
+    before = [outbox.lane(lane) for lane in range(8)]
+    other = {"NAME": f"{outbox.name}-other"}
+    repair = ("relay", "reconcile", "--apply", "--reason", "?")
+    recover = ("recover", "--since", "2020-01-01", "--reason", "?")
+    for command in (("relay", "reconcile"), repair, ("relay", "upgraded", "--reason", "?"), recover):
+        done = outbox.command(*command, settings=other)
+        assert done.returncode == 1, done.stdout
+        assert (
+            f"a relay with another OUTBOX_NAME had lane 0 (transactional id '{outbox.name}.relay.alive')" in done.stderr
+        )
+    assert [outbox.lane(lane) for lane in range(8)] == before
+    assert outbox.run("SELECT FROM outbox.audit") == []
+
+
 # -- partitions that wait for the end of a transaction
 
 

@@ -19,6 +19,7 @@ import pytest
 from confluent_kafka import Producer
 from hostile_messages import TOPIC
 from reconcile_support import Outbox, outbox
+from support import ends, wait_until
 
 from outbox.errors import OperationRefused
 from relay.config import Delivery, Settings
@@ -140,6 +141,42 @@ def resent(restored: Restored) -> list[tuple]:
     return restored.run("SELECT event_id::text, headers FROM outbox.events ORDER BY id")
 
 
+@pytest.mark.parametrize("state", ["retried", "dead"])
+def test_what_kafka_has_lost_is_put_back_before_what_is_retried(restored, outbox_relay, state):
+    """A later event of the key is due, or a dead letter that an operator retries before a relay runs."""
+    lost, later, others = [new_id() for _ in range(3)], new_id(), [new_id() for _ in range(2)]
+    for number, event_id in enumerate(lost):
+        restored.put("published", event_id, ", lane, id, created_at", f", 1, {-9 + number}, now()")
+    restored.put(
+        "published", new_id(), ", lane, id, created_at, headers", ', 1, -5, now(), \'{"outbox-dead-letter": ""}\''
+    )
+    columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
+    if state == "dead":
+        restored.put("dead_letters", later, columns, ", 1, 4711, now(), 3, 'large', now()")
+    else:
+        restored.put("events", later)
+    table, at = ("dead_letters", "infinity") if state == "dead" else ("events", "-infinity")
+    restored.run(
+        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 3, 'large', now(),"
+        f" now(), '{at}' FROM outbox.{table}"
+    )
+    restored.key = restored.keys(0)[2]
+    for number, event_id in enumerate(others):
+        restored.put("published", event_id, ", lane, id, created_at", f", 2, {-9 + number}, now()")
+    assert restored.recover("--resend", "--reason", "Kafka was lost")["resent"] == 6
+    # The copy, and events of other keys, are not among them.
+    assert restored.run("SELECT count(*) FROM outbox.failures") == [(4,)]
+    restored.run("DELETE FROM outbox.events WHERE headers ? 'outbox-dead-letter'")
+    if state == "dead":
+        assert restored.command("dead-letters", "retry", later).returncode == 0
+    relay = outbox_relay(name=restored.name)
+    wait_until(lambda: restored.left() == 0, 60, "the events to be published")
+    ends(relay)
+    assert restored.run("SELECT count(*) FROM outbox.failures") == [(0,)]
+    found = [dict(one.headers())["ce_id"].decode() for one in restored.kafka.consume(restored.topics)]
+    assert [event_id for event_id in found if event_id not in others] == [*lost, later]
+
+
 def test_an_event_is_not_its_copy_for_a_dead_letter_topic(restored):
     """The one is lost, the other on Kafka or waiting; or both are lost, and an event whose replay is there is not."""
     replayed, lost, waits, both = (new_id() for _ in range(4))
@@ -188,16 +225,21 @@ def test_nothing_is_put_back_beside_a_relay(restored):
 
 
 def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restored):
-    """The later event is in the archive, not settled yet, or lost by Postgres. Others of the key are put back."""
+    """The later event is in the archive, not settled yet, lost by Postgres, or scheduled. Others are put back.
+
+    nowhere   lost by Postgres, and the archive does not know the topic of the earlier ones.
+    """
     names: dict[str, str] = {}
-    columns, values = ", lane, id, created_at, topic", ", 1, {}, now(), '" + restored.topics[0] + "'"
+    columns, values = ", lane, id, created_at, topic", ", 1, {}, now(), {}"
 
     def archived(name: str, number: int) -> str:
         names[event_id := new_id()] = f"{later}: {name}"
-        restored.put("published", event_id, columns, values.format(number))
+        topic = "NULL" if later == "nowhere" else f"'{restored.topics[0]}'"
+        restored.put("published", event_id, columns, values.format(number, topic))
         return event_id
 
-    for start, later in ((-30, "archived"), (-20, "waits"), (-10, "lost")):
+    of_each = ("archived", "waits", "lost", "nowhere", "scheduled")
+    for start, later in zip(range(-50, 0, 10), of_each, strict=True):
         restored.key = f"k-{later}"
         overtaken = archived("overtaken", start)
         archived("between", start + 1)
@@ -205,22 +247,27 @@ def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restore
         if later == "archived":
             archived("last", start + 3)
             # Replays count as their events.
-            restored.put("published", overtaken, columns, values.format(start + 4))
+            restored.put("published", overtaken, columns, values.format(start + 4, f"'{restored.topics[0]}'"))
         elif later == "waits":
             restored.put("events", on_kafka)
+        elif later == "scheduled":
+            restored.put("scheduled", on_kafka, ", not_before", ", now()")
         restored.send(on_kafka)
         restored.key = f"k-{later}-other"
         archived("other", start + 5)
     found = restored.recover("--dry-run", status=1)
-    of_each = ("archived", "waits", "lost")
     assert {names[one] for one in ids(found["overtaken"])} == {
         f"{later}: {name}" for later in of_each for name in ("overtaken", "between")
     }
     put_back = {"archived: last", *(f"{later}: other" for later in of_each)}
     assert ids(found["overtaken"]) <= ids(found["missing"])
     assert {names[one] for one in ids(found["missing"]) - ids(found["overtaken"])} == put_back
-    shown = restored.command("recover", "--since", restored.since, "--dry-run", settings=ARCHIVE).stdout
-    assert "later events of their keys are on Kafka; see `outbox replay`: 6 events" in shown
+    own = {"CE_SOURCE": "/outbox"}
+    for settings in (ARCHIVE | own, ARCHIVE):
+        shown = restored.command("recover", "--since", restored.since, "--dry-run", settings=settings).stdout
+        # What is lost may be a neighbour's.
+        assert ("OUTBOX_CE_SOURCE" in shown) == (settings == ARCHIVE)
+    assert "later events of their keys are on Kafka; see `outbox replay`: 10 events" in shown
     assert {names[event_id] for event_id, _ in resent(restored)} == put_back
 
 

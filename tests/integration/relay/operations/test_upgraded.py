@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import replace
 
 import pytest
@@ -42,6 +43,9 @@ def former(markers: dict[int, Marker]) -> dict[int, Marker]:
 
 
 def test_all_lanes_go_on_and_what_the_markers_name_is_settled(outbox, before, outbox_relay):
+    # Made by `outbox db lanes`, when what its marker names was settled.
+    outbox.run("UPDATE outbox.lanes SET last_batch = 0 WHERE lane = 3")
+    before[3] = outbox.marker(7, [(1, str(uuid.uuid4()))])
     write(outbox, former(before))
     relay = outbox_relay(name=outbox.name, delivery="exactly-once")
     relay.wait_for_log("outbox relay upgraded")

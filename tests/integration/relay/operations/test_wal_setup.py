@@ -132,7 +132,13 @@ def test_slots_of_others_are_left_alone(shell, outbox_postgres_server):
     elsewhere = f"elsewhere_{token()}"
     with psycopg.connect(outbox_postgres_server.create_database(elsewhere), autocommit=True) as other:
         try:
-            for plugin, connection in (("test_decoding", shell.admin), ("pgoutput", other), (None, other)):
+            for plugin, connection in (
+                ("test_decoding", shell.admin),
+                ("pgoutput", other),
+                (None, other),
+                # Another program's, in our database: a setup makes the publication before the slot.
+                ("pgoutput", shell.admin),
+            ):
                 if plugin is None:
                     connection.execute("SELECT pg_create_physical_replication_slot(%s)", (shell.slot,))
                 elif plugin == "test_decoding" and not _has(connection, plugin):

@@ -48,7 +48,7 @@ def test_in_the_sinks_tables(strategy):
 def test_on_kafka(delivery):
     polling, wal = (guarantee(delivery, source) for source in SourceKind)
     assert polling.word == wal.word == delivery
-    assert ("if its writers exclude each other" in polling.text, "commit order" in wal.text) == (True, True)
+    assert ("if its writers exclude each other" in polling.text, "in that of ids while" in wal.text) == (True, True)
     assert ("read_committed" in polling.text) is (delivery is Delivery.EXACTLY_ONCE)
 
 
