@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 import psycopg
@@ -51,7 +50,7 @@ from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.options import Options, Report, Totals
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.planner import halt, new_partitions, next_turn, plan
+from spark_jobs.driver.planner import halt, limited, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundContext
 from spark_jobs.driver.rounds import Rounds
@@ -274,7 +273,7 @@ class Runner:
             halt(self._kafka.regrown(stored, known), self._job.group)
             chosen = self._chosen_starts(stored, bounds)
             new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
-            fresh = self._added.ready(new, stored, bounds, ids, generation)
+            fresh, limits = self._added.ready(new, stored, bounds, ids, generation)
             if fresh:
                 starts = None if chosen is None else {partition: chosen[partition] for partition in fresh}
                 self._store.add(fresh, ids, generation, starts)
@@ -288,7 +287,7 @@ class Runner:
             turn = self._turn = self._last_read() if self._turn is None else self._turn
             ranges = plan(
                 stored,
-                bounds,
+                limited(bounds, limits, stored),
                 ids,
                 self._options.max_records,
                 self._job.group,
@@ -472,15 +471,6 @@ def _until(
     known: Mapping[Partition, OffsetBounds],
     stored: Mapping[Partition, StoredOffset],
 ) -> dict[Partition, OffsetBounds]:
-    """Return the bounds, limited to the targets.
-
-    But not to less than the group's offset, which may be beyond a target, because it moves up to the next message: that
-    must not look like a truncated log.
-    """
-    bounds = {}
-    for partition, there in known.items():
-        if partition in targets:
-            reached = stored[partition].next_offset if partition in stored else 0
-            end = max(min(there.end, targets[partition].end), min(reached, there.end))
-            bounds[partition] = replace(there, end=end)
-    return bounds
+    """Return the bounds of the targets' partitions, limited to the targets."""
+    listed = {partition: there for partition, there in known.items() if partition in targets}
+    return limited(listed, {partition: there.end for partition, there in targets.items()}, stored)
