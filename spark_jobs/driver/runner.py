@@ -61,7 +61,7 @@ from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import PostgresSinks
 from spark_jobs.spark.errors import first_line
-from spark_jobs.task.reader import ReaderSettings, close_kept
+from spark_jobs.task.reader import ReaderSettings, close_kept, poll_kept
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -182,10 +182,14 @@ class Runner:
                 if nothing_left and not stop.is_set():
                     self._caught_up(began)
                 if every:
-                    stop.wait(max(0.0, began + every - time.monotonic()))
+                    self._pause(began + every, stop)
                 elif nothing_left:
                     self._idle(stop)
         return self.totals
+
+    def _pause(self, until: float, stop: threading.Event) -> None:
+        while (left := until - time.monotonic()) > 0 and not stop.wait(min(left, _LOOK_SECONDS)):
+            poll_kept(self._job.group)
 
     def _idle(self, stop: threading.Event) -> None:
         """Wait for new messages. Returns after a second without any, because there may be dead letters to retry."""
@@ -194,7 +198,7 @@ class Runner:
             try:
                 if self._kafka.ends(self._ends) != self._ends:
                     return
-            except ConsumerUnavailable:
+            except (ConsumerUnavailable, NotAuthorized):
                 # The next round meets the same error and waits.
                 return
 
@@ -260,6 +264,7 @@ class Runner:
 
     def _round(self, targets: Mapping[Partition, OffsetBounds] | None) -> bool:
         """Apply one round, up to ``targets`` if given. Returns whether there may be more to do."""
+        poll_kept(self._job.group)
         generation = self._begin()
         # Read before Kafka's ends, which are then at or beyond the stored offsets.
         state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
