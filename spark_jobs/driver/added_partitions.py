@@ -114,8 +114,9 @@ class AddedPartitions:
             of_others = [at for at in stored if at[0] == one[0]]
             here = self._noted.get(one, AddedEnds({}, {}))
             if bounds[one].end == 0 and one not in self._noted:
-                now = {at: bounds[at].end for at in of_others if at in bounds}
-                changed[one] = AddedEnds(now, {})
+                # One without a leader has no end now.
+                if bounds.keys() >= set(of_others):
+                    changed[one] = AddedEnds({at: bounds[at].end for at in of_others}, {})
             elif bounds[one].end > 0 and not here.ends:
                 if later is None:
                     # The ends after the partition was seen with messages. High watermarks, because messages of open

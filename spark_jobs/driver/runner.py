@@ -9,6 +9,7 @@
 | a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
 | a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
 | the effect itself fails            | its partition is rolled back, and the job ends and names it                     |
+| a partition has no leader          | ``continuous`` reads the others, and /readyz shows it; ``once`` fails           |
 | Kafka lost unread messages         | recorded, and the job ends                                                      |
 | the same messages fail again       | smaller and smaller parts are read, until one is known; see poison_search       |
 | one of them runs into a time limit | retried forever, as a lock may be the cause; reported with its partition, which |
@@ -87,7 +88,7 @@ class Runner:
     caught_up  called by ``continuous`` when there was nothing to do, with the time by the monotonic clock at which it
                began to look.
     behind     called as a round begins, with the next offset of each partition in which messages wait, and
-               the partitions that it reads.
+               the partitions that it reads; among both are those without a leader, in which messages may wait.
     delays     where the delays of what is applied are counted.
     """
 
@@ -125,6 +126,7 @@ class Runner:
         attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
         self._rounds = Rounds(self._context, attempts)
         self._ends: Mapping[Partition, int] = {}
+        self._leaderless: set[Partition] = set()
         self._totals = Totals(job.group)
         self._started = time.monotonic()
         self._patience = Patience(None)
@@ -179,7 +181,7 @@ class Runner:
             while not stop.is_set():
                 began = time.monotonic()
                 nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
-                if nothing_left and not stop.is_set():
+                if nothing_left and not self._leaderless and not stop.is_set():
                     self._caught_up(began)
                 if every:
                     self._pause(began + every, stop)
@@ -269,10 +271,11 @@ class Runner:
         # Read before Kafka's ends, which are then at or beyond the stored offsets.
         state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
         stored = state.stored
-        ids, known = self._look(generation)
+        ids, known = self._look(generation, stored if targets is None else ())
         if self._store.was_killed and not self._context.not_here:
             # A message that crashes a library would end this driver like the one before. In a worker it would not.
-            self._context.not_here = {partition: there.end for partition, there in known.items()}
+            ends = {partition: there.end for partition, there in known.items()}
+            self._context.not_here = ends | dict.fromkeys(self._leaderless, 2**63)
         bounds = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
             halt(self._kafka.regrown(stored, known), self._job.group)
@@ -300,8 +303,12 @@ class Runner:
                 row_bytes=self._row_bytes,
                 max_bytes=self._options.max_bytes,
             )
-            at = {partition: here.next_offset for partition, here in stored.items() if partition in known}
-            self._behind({partition: next_ for partition, next_ in at.items() if next_ < known[partition].end}, ranges)
+            behind = {
+                partition: here.next_offset
+                for partition, here in stored.items()
+                if partition in self._leaderless or (partition in known and here.next_offset < known[partition].end)
+            }
+            self._behind(behind, ranges.keys() | self._leaderless)
         if (ranges or state.retry_waits) and self._start_spark():
             # This came after the look before the take-over.
             return True
@@ -406,15 +413,25 @@ class Runner:
         moved = {(row["topic"], row["part"]): row["updated_at"] for row in rows if row["topic"] in self._job.topics}
         return sorted(moved, key=lambda partition: (moved[partition], partition))
 
-    def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
-        """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it."""
+    def _look(
+        self, generation: int, optional: Collection[Partition] = ()
+    ) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
+        """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it.
+
+        optional  partitions that are left out while they have no leader.
+        """
         try:
-            ids, bounds = self._kafka.look(self._job.topics)
+            ids, bounds = self._kafka.look(self._job.topics, optional=optional)
         except TopicMissing as error:
             with self._recorded(generation):
                 halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)
             raise
         self._ends = {partition: there.end for partition, there in bounds.items()}
+        leaderless = set(optional) - bounds.keys()
+        if leaderless - self._leaderless:
+            shown = sorted(f"{topic}-{part}" for topic, part in leaderless)
+            self._report("Kafka names no leader of these partitions: they are not read", {"partitions": shown})
+        self._leaderless = leaderless
         return ids, bounds
 
     @contextmanager
