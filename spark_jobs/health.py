@@ -12,7 +12,7 @@ A consumer is ready when its last round ended without an error, or it found noth
 | messages become dead letters                            |                       | yes: others are applied       |
 | messages wait in a partition, and its offset has not    | ``partitions``, each  | no                            |
 | moved for ``ready_seconds`` since its turn to be read;  | with offset and time  |                               |
-| others may move                                         |                       |                               |
+| others may move. The same without a leader              |                       |                               |
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -77,15 +77,16 @@ class KafkaAdmin:
         self._verified: dict[Partition, tuple[int, int, int | None]] = {}
 
     def look(
-        self, topics: Sequence[str], *, high_watermarks: bool = False
+        self, topics: Sequence[str], *, high_watermarks: bool = False, optional: Collection[Partition] = ()
     ) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
         """Return each topic's id and each partition's bounds for a read_committed reader.
 
         high_watermarks   fetch these too: one more request to each broker, so not on every round.
+        optional          partitions that are left out while they have no leader.
 
         Raises TopicMissing, NotAuthorized, or ConsumerUnavailable when the brokers do not answer.
         """
-        snapshot = self.snapshot(topics, high_watermarks=high_watermarks)
+        snapshot = self.snapshot(topics, high_watermarks=high_watermarks, optional=optional)
         if snapshot.missing:
             raise TopicMissing(
                 f"there is no topic {' or '.join(snapshot.missing)}; create it, or name another with --topic",
@@ -93,7 +94,9 @@ class KafkaAdmin:
             )
         return dict(snapshot.ids), dict(snapshot.bounds)
 
-    def snapshot(self, topics: Sequence[str], *, high_watermarks: bool = False) -> TopicSnapshot:
+    def snapshot(
+        self, topics: Sequence[str], *, high_watermarks: bool = False, optional: Collection[Partition] = ()
+    ) -> TopicSnapshot:
         """Do the same as ``look`` for topics that need not exist.
 
         If a topic is missing, or has no leader at the moment, the request is repeated for a few seconds.
@@ -102,10 +105,14 @@ class KafkaAdmin:
         deadline = time.monotonic() + _UNHEARD_SECONDS
         while True:
             try:
-                snapshot = self._snapshot(topics, high_watermarks)
+                snapshot = self._snapshot(topics, high_watermarks, optional)
                 if not snapshot.missing or time.monotonic() > deadline:
                     return snapshot
             except KafkaException as error:
+                if _code(error) == KafkaError._TIMED_OUT:  # noqa: SLF001  a documented name, in spite of the underscore
+                    # Perhaps its controller was killed: a client without topics does not ask for another by itself.
+                    with suppress(KafkaException):
+                        self._admin.list_topics(timeout=min(1.0, self._seconds))
                 if _code(error) not in _UNHEARD or time.monotonic() > deadline:
                     raise self._failure(error) from error
             time.sleep(0.2)
@@ -203,7 +210,7 @@ class KafkaAdmin:
         except KafkaException:
             return True
 
-    def _snapshot(self, topics: Sequence[str], high_watermarks: bool) -> TopicSnapshot:
+    def _snapshot(self, topics: Sequence[str], high_watermarks: bool, optional: Collection[Partition]) -> TopicSnapshot:
         described, missing = {}, []
         with self._ask() as seconds:
             for name, future in self.describe(topics, seconds).items():
@@ -213,7 +220,12 @@ class KafkaAdmin:
                     if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
                         raise
                     missing.append(name)
-        partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
+        partitions = [
+            (name, part.id)
+            for name, topic in described.items()
+            for part in topic.partitions
+            if part.leader is not None or (name, part.id) not in optional
+        ]
         # The client is connected and authorized by now, whatever was reported before.
         self._admin.poll(0)
         self._refusals.clear()

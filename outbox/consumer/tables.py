@@ -56,7 +56,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         # What the job of the last take-over declares; only shown, never used. NULL before the first one.
         sa.Column("strategy", sa.Text),
         sa.Column("atomic", sa.Text),
-        # {topic: {added partition: {"topic_id": …, "ends": {other partition: end}}}}; see driver/added_partitions.
+        # {topic: {added partition: {"topic_id": …, "before" and "ends": {other partition: end}}}}; see AddedEnds.
         sa.Column("added_ends", _JSON),
         sa.PrimaryKeyConstraint("grp", name="groups_pkey"),
         sa.CheckConstraint("char_length(grp) BETWEEN 1 AND 200", name="groups_grp_length"),

@@ -1,11 +1,16 @@
-"""Partitions that were added to a topic: they are read once the others are at their ends of that time.
+"""Partitions that were added to a topic: all are read only so far that the messages of a key stay in their order.
 
-When a topic gets partitions, keys move into them from the others, which still have earlier messages of these keys.
+When a topic gets partitions, keys move: into these, and between the others unless the count is multiplied. Where a key
+was before, there may be earlier messages of it, so the ends of the others are noted twice: when an added partition is
+first seen, and when it first has messages. While some partition has not been read to such an end, no other is read
+beyond its own, and an added one is not read at all.
 
 | what happens                              | what follows                                                          |
 |-------------------------------------------|-----------------------------------------------------------------------|
-| driver ends before the ends are stored    | the next one finds the partition with messages, and stores later ends |
+| driver ends before the ends are stored    | the next one stores later ends                                        |
 | driver ends after that                    | the next one, or the next run of ``--once``, waits for the same ends  |
+| a key moves between two looks             | what both its partitions got since the first of them is read at once  |
+| no driver looks while the topic grows     | the same of all that is unread; only an added partition waits         |
 | the log of another is cut meanwhile       | it counts as read at the end that it has now                          |
 | the topic is created again meanwhile      | its id differs: the stored ends are ignored                           |
 """
@@ -17,12 +22,12 @@ from collections.abc import Mapping, Sequence
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
 from spark_jobs.driver.options import Report
-from spark_jobs.driver.planner import waiting_for_others
-from spark_jobs.postgres.group_store import PostgresGroupStore
+from spark_jobs.driver.planner import common_limits, unreached, waiting_for_others
+from spark_jobs.postgres.group_store import AddedEnds, PostgresGroupStore
 
 
 class AddedPartitions:
-    """Decides which of the partitions that are new to a group may be read.
+    """Decides which of the partitions that are new to a group may be read, and how far the others.
 
     report  called when some have to wait.
     """
@@ -32,7 +37,8 @@ class AddedPartitions:
         self._store = store
         self._topics = topics
         self._report = report
-        self._ends_before: dict[Partition, dict[Partition, int]] = {}
+        self._noted: dict[Partition, AddedEnds] = {}
+        self._last_seen: Mapping[Partition, int] = {}
         self._waiting: set[Partition] = set()
 
     def ready(
@@ -42,54 +48,85 @@ class AddedPartitions:
         bounds: Mapping[Partition, OffsetBounds],
         topic_ids: Mapping[str, str],
         generation: int,
-    ) -> list[Partition]:
-        """Return the new partitions that may be read. Raises Fenced.
+    ) -> tuple[list[Partition], dict[Partition, int]]:
+        """Return the new partitions that may be read, and how far some of the others may be. Raises Fenced.
 
-        The others have no stored offset. The ends that they wait for are stored: they need not be reached in one run.
+        The other new ones have no stored offset. The ends that are waited for are stored: they need not be reached in
+        one run.
         """
         known = {topic for topic, _ in stored}
+        added = [one for one in new if one[0] in known]
+        self._note_ends(added, stored, bounds, topic_ids, generation)
         # All partitions of a topic that is new to the group. An added partition is skipped until it has messages:
         # producers learn of it minutes later, and until then write its keys to the other partitions.
         candidates = [one for one in new if one[0] not in known or bounds[one].end > 0]
-        self._note_ends([one for one in candidates if one[0] in known], stored, topic_ids, generation)
-        waiting = waiting_for_others(candidates, stored, self._reachable(bounds))
-        if waiting - self._waiting:
-            shown = sorted(f"{topic}-{part}" for topic, part in waiting)
+        noted = self._reachable(bounds)
+        limits = common_limits([ends for one in noted.values() for ends in (one.before, one.ends)], stored)
+        held = {
+            one
+            for one in limits.keys() & stored.keys() & bounds.keys()
+            if limits[one] <= stored[one].next_offset < bounds[one].end
+        }
+        waiting = waiting_for_others(candidates, stored, {one: there.ends for one, there in noted.items()})
+        if (waiting | held) - self._waiting:
+            shown = sorted(f"{topic}-{part}" for topic, part in waiting | held)
             self._report(
-                "new partitions wait until the others have been read to where they ended when these had messages",
+                "partitions wait until the others have been read to where they ended when their topic got more",
                 {"partitions": shown},
             )
-        self._waiting = waiting
-        return [partition for partition in candidates if partition not in waiting]
+        self._waiting = waiting | held
+        self._last_seen = {one: there.end for one, there in bounds.items()}
+        return [partition for partition in candidates if partition not in waiting], limits
 
-    def _reachable(self, bounds: Mapping[Partition, OffsetBounds]) -> Mapping[Partition, Mapping[Partition, int]]:
-        """Return the stored ends, at most those of now: a log that was cut since may never reach its end of then."""
-        ends = self._ends_before
-        if not any(at in bounds and bounds[at].end < end for others in ends.values() for at, end in others.items()):
-            return ends
+    def _reachable(self, bounds: Mapping[Partition, OffsetBounds]) -> Mapping[Partition, AddedEnds]:
+        """Return the noted ends, at most those of now: a log that was cut since may never reach its end of then."""
+        noted = self._noted
+        # Where ``before`` is beyond the log's end, so is ``ends``, if it is known.
+        last = [one.ends or one.before for one in noted.values()]
+        if not any(at in bounds and bounds[at].end < end for ends in last for at, end in ends.items()):
+            return noted
         # What lies behind an open transaction will be there to be read.
         _, now = self._kafka.look(self._topics, high_watermarks=True)
         tops = {at: there.high_watermark or there.end for at, there in now.items()}
-        return {one: {at: min(end, tops.get(at, end)) for at, end in others.items()} for one, others in ends.items()}
+
+        def lowered(ends: Mapping[Partition, int]) -> dict[Partition, int]:
+            return {at: min(end, tops.get(at, end)) for at, end in ends.items()}
+
+        return {one: AddedEnds(lowered(there.before), lowered(there.ends)) for one, there in noted.items()}
 
     def _note_ends(
         self,
         added: Sequence[Partition],
         stored: Mapping[Partition, StoredOffset],
+        bounds: Mapping[Partition, OffsetBounds],
         topic_ids: Mapping[str, str],
         generation: int,
     ) -> None:
-        """Record, for partitions first seen with messages, where the others of their topic end."""
-        self._ends_before = {one: ends for one, ends in self._ends_before.items() if one in added}
-        if self._ends_before.keys() >= set(added):
-            return
-        noted = {one: ends for one, ends in self._store.added_ends(topic_ids).items() if one in added}
-        if noted.keys() < set(added):
-            # The ends after the partitions were seen with messages. High watermarks, because messages of open
-            # transactions came before these, too.
-            _, later = self._kafka.look(self._topics, high_watermarks=True)
-            ends = {at: there.high_watermark or there.end for at, there in later.items() if at in stored}
-            for one in added:
-                noted.setdefault(one, {at: end for at, end in ends.items() if at[0] == one[0]})
-            self._store.note_added(noted, topic_ids, generation)
-        self._ends_before = noted
+        """Record where the others of its topic end: for each partition that is first seen, or first has messages."""
+        # Those that a broker with old metadata does not list are kept.
+        self._noted = {one: ends for one, ends in self._noted.items() if one not in stored}
+        if not self._noted.keys() >= set(added):
+            found = self._store.added_ends(topic_ids)
+            self._noted = {one: ends for one, ends in found.items() if one not in stored} | self._noted
+        changed: dict[Partition, AddedEnds] = {}
+        later: Mapping[Partition, int] | None = None
+        for one in added:
+            of_others = [at for at in stored if at[0] == one[0]]
+            here = self._noted.get(one, AddedEnds({}, {}))
+            if bounds[one].end == 0 and one not in self._noted:
+                # One without a leader has no end now.
+                if bounds.keys() >= set(of_others):
+                    changed[one] = AddedEnds({at: bounds[at].end for at in of_others}, {})
+            elif bounds[one].end > 0 and not here.ends:
+                if later is None:
+                    # The ends after the partition was seen with messages. High watermarks, because messages of open
+                    # transactions came before these, too.
+                    _, looked = self._kafka.look(self._topics, high_watermarks=True)
+                    later = {at: there.high_watermark or there.end for at, there in looked.items()}
+                before = here.before
+                if not unreached(before, stored):
+                    before = {at: self._last_seen[at] for at in of_others if at in self._last_seen}
+                changed[one] = AddedEnds(before, {at: later[at] for at in of_others if at in later})
+        if changed:
+            self._noted |= changed
+            self._store.note_added(self._noted, topic_ids, generation)

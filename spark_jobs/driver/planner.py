@@ -6,8 +6,7 @@
 | partition not stored, its first offset is not 0| DataLost: messages were removed before the group read any |
 | nothing stored, and the job starts at "latest" | each begins at its end; earlier messages are no loss      |
 | the same with "earliest-available"             | each begins at its first message that is left             |
-| not stored, other partitions of its topic are  | it was added: keys have moved into it. It waits until the |
-|                                                | others are read to where they ended when it had messages  |
+| not stored, other partitions of its topic are  | it was added, and keys have moved: see added_partitions   |
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
 | stored offset above Kafka's end                | DataLost: the log was cut, as by an unclean election      |
 | the stored leader epoch ended before the       | DataLost: the log was cut, and has grown again since; the |
@@ -22,7 +21,7 @@ An error lists everything that was found in all partitions, as ``Loss``: the dri
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -69,11 +68,39 @@ def waiting_for_others(
 
     ends  new partition → the ends of the others when it was first seen with messages. They are read up to there first.
     """
-    return {
-        one
-        for one in fresh
-        if any(other in stored and stored[other].next_offset < end for other, end in ends.get(one, {}).items())
-    }
+    return {one for one in fresh if unreached(ends.get(one, {}), stored)}
+
+
+def unreached(ends: Mapping[Partition, int], stored: Mapping[Partition, StoredOffset]) -> bool:
+    """Return whether some partition of the group has not been read to its end of ``ends``."""
+    return any(one in stored and stored[one].next_offset < end for one, end in ends.items())
+
+
+def common_limits(
+    noted: Iterable[Mapping[Partition, int]], stored: Mapping[Partition, StoredOffset]
+) -> dict[Partition, int]:
+    """Return how far partitions may be read: to the lowest of the noted ends that not all of them have reached."""
+    limits: dict[Partition, int] = {}
+    for ends in noted:
+        if unreached(ends, stored):
+            limits |= {one: min(end, limits.get(one, end)) for one, end in ends.items()}
+    return limits
+
+
+def limited(
+    bounds: Mapping[Partition, OffsetBounds], limits: Mapping[Partition, int], stored: Mapping[Partition, StoredOffset]
+) -> dict[Partition, OffsetBounds]:
+    """Return the bounds, with no end beyond its limit.
+
+    But not below the group's offset, which may be beyond a limit, because it moves up to the next message: that must
+    not look like a truncated log.
+    """
+    found = dict(bounds)
+    for one in limits.keys() & bounds.keys():
+        there = bounds[one]
+        reached = stored[one].next_offset if one in stored else 0
+        found[one] = replace(there, end=max(min(there.end, limits[one]), min(reached, there.end)))
+    return found
 
 
 def plan(

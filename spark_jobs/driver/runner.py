@@ -9,6 +9,7 @@
 | a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
 | a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
 | the effect itself fails            | its partition is rolled back, and the job ends and names it                     |
+| a partition has no leader          | ``continuous`` reads the others, and /readyz shows it; ``once`` fails           |
 | Kafka lost unread messages         | recorded, and the job ends                                                      |
 | the same messages fail again       | smaller and smaller parts are read, until one is known; see poison_search       |
 | one of them runs into a time limit | retried forever, as a lock may be the cause; reported with its partition, which |
@@ -25,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 import psycopg
@@ -51,7 +51,7 @@ from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.options import Options, Report, Totals
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.planner import halt, new_partitions, next_turn, plan
+from spark_jobs.driver.planner import halt, limited, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
 from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundContext
 from spark_jobs.driver.rounds import Rounds
@@ -62,7 +62,7 @@ from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import PostgresSinks
 from spark_jobs.spark.errors import first_line
-from spark_jobs.task.reader import ReaderSettings, close_kept
+from spark_jobs.task.reader import ReaderSettings, close_kept, poll_kept
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -88,7 +88,7 @@ class Runner:
     caught_up  called by ``continuous`` when there was nothing to do, with the time by the monotonic clock at which it
                began to look.
     behind     called as a round begins, with the next offset of each partition in which messages wait, and
-               the partitions that it reads.
+               the partitions that it reads; among both are those without a leader, in which messages may wait.
     delays     where the delays of what is applied are counted.
     """
 
@@ -126,6 +126,7 @@ class Runner:
         attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
         self._rounds = Rounds(self._context, attempts)
         self._ends: Mapping[Partition, int] = {}
+        self._leaderless: set[Partition] = set()
         self._totals = Totals(job.group)
         self._started = time.monotonic()
         self._patience = Patience(None)
@@ -180,13 +181,17 @@ class Runner:
             while not stop.is_set():
                 began = time.monotonic()
                 nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
-                if nothing_left and not stop.is_set():
+                if nothing_left and not self._leaderless and not stop.is_set():
                     self._caught_up(began)
                 if every:
-                    stop.wait(max(0.0, began + every - time.monotonic()))
+                    self._pause(began + every, stop)
                 elif nothing_left:
                     self._idle(stop)
         return self.totals
+
+    def _pause(self, until: float, stop: threading.Event) -> None:
+        while (left := until - time.monotonic()) > 0 and not stop.wait(min(left, _LOOK_SECONDS)):
+            poll_kept(self._job.group)
 
     def _idle(self, stop: threading.Event) -> None:
         """Wait for new messages. Returns after a second without any, because there may be dead letters to retry."""
@@ -195,7 +200,7 @@ class Runner:
             try:
                 if self._kafka.ends(self._ends) != self._ends:
                     return
-            except ConsumerUnavailable:
+            except (ConsumerUnavailable, NotAuthorized):
                 # The next round meets the same error and waits.
                 return
 
@@ -261,20 +266,22 @@ class Runner:
 
     def _round(self, targets: Mapping[Partition, OffsetBounds] | None) -> bool:
         """Apply one round, up to ``targets`` if given. Returns whether there may be more to do."""
+        poll_kept(self._job.group)
         generation = self._begin()
         # Read before Kafka's ends, which are then at or beyond the stored offsets.
         state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
         stored = state.stored
-        ids, known = self._look(generation)
+        ids, known = self._look(generation, stored if targets is None else ())
         if self._store.was_killed and not self._context.not_here:
             # A message that crashes a library would end this driver like the one before. In a worker it would not.
-            self._context.not_here = {partition: there.end for partition, there in known.items()}
+            ends = {partition: there.end for partition, there in known.items()}
+            self._context.not_here = ends | dict.fromkeys(self._leaderless, 2**63)
         bounds = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
             halt(self._kafka.regrown(stored, known), self._job.group)
             chosen = self._chosen_starts(stored, bounds)
             new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
-            fresh = self._added.ready(new, stored, bounds, ids, generation)
+            fresh, limits = self._added.ready(new, stored, bounds, ids, generation)
             if fresh:
                 starts = None if chosen is None else {partition: chosen[partition] for partition in fresh}
                 self._store.add(fresh, ids, generation, starts)
@@ -288,7 +295,7 @@ class Runner:
             turn = self._turn = self._last_read() if self._turn is None else self._turn
             ranges = plan(
                 stored,
-                bounds,
+                limited(bounds, limits, stored),
                 ids,
                 self._options.max_records,
                 self._job.group,
@@ -296,8 +303,12 @@ class Runner:
                 row_bytes=self._row_bytes,
                 max_bytes=self._options.max_bytes,
             )
-            at = {partition: here.next_offset for partition, here in stored.items() if partition in known}
-            self._behind({partition: next_ for partition, next_ in at.items() if next_ < known[partition].end}, ranges)
+            behind = {
+                partition: here.next_offset
+                for partition, here in stored.items()
+                if partition in self._leaderless or (partition in known and here.next_offset < known[partition].end)
+            }
+            self._behind(behind, ranges.keys() | self._leaderless)
         if (ranges or state.retry_waits) and self._start_spark():
             # This came after the look before the take-over.
             return True
@@ -402,15 +413,25 @@ class Runner:
         moved = {(row["topic"], row["part"]): row["updated_at"] for row in rows if row["topic"] in self._job.topics}
         return sorted(moved, key=lambda partition: (moved[partition], partition))
 
-    def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
-        """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it."""
+    def _look(
+        self, generation: int, optional: Collection[Partition] = ()
+    ) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
+        """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it.
+
+        optional  partitions that are left out while they have no leader.
+        """
         try:
-            ids, bounds = self._kafka.look(self._job.topics)
+            ids, bounds = self._kafka.look(self._job.topics, optional=optional)
         except TopicMissing as error:
             with self._recorded(generation):
                 halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)
             raise
         self._ends = {partition: there.end for partition, there in bounds.items()}
+        leaderless = set(optional) - bounds.keys()
+        if leaderless - self._leaderless:
+            shown = sorted(f"{topic}-{part}" for topic, part in leaderless)
+            self._report("Kafka names no leader of these partitions: they are not read", {"partitions": shown})
+        self._leaderless = leaderless
         return ids, bounds
 
     @contextmanager
@@ -472,15 +493,6 @@ def _until(
     known: Mapping[Partition, OffsetBounds],
     stored: Mapping[Partition, StoredOffset],
 ) -> dict[Partition, OffsetBounds]:
-    """Return the bounds, limited to the targets.
-
-    But not to less than the group's offset, which may be beyond a target, because it moves up to the next message: that
-    must not look like a truncated log.
-    """
-    bounds = {}
-    for partition, there in known.items():
-        if partition in targets:
-            reached = stored[partition].next_offset if partition in stored else 0
-            end = max(min(there.end, targets[partition].end), min(reached, there.end))
-            bounds[partition] = replace(there, end=end)
-    return bounds
+    """Return the bounds of the targets' partitions, limited to the targets."""
+    listed = {partition: there for partition, there in known.items() if partition in targets}
+    return limited(listed, {partition: there.end for partition, there in targets.items()}, stored)

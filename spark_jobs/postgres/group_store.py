@@ -91,6 +91,18 @@ _SETUP_LOCK: Final = 0x6F7574626F780003
 
 
 @dataclass(frozen=True, slots=True)
+class AddedEnds:
+    """Where the group's partitions of a topic ended when one that was added to it was looked at.
+
+    before  while it had no messages.
+    ends    once it had some; empty until then.
+    """
+
+    before: Mapping[Partition, int]
+    ends: Mapping[Partition, int]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredGroup:
     """A group's stored offsets. ``retry_waits``: there are dead letters to retry."""
 
@@ -188,26 +200,27 @@ class PostgresGroupStore:
             new = [(partition, topic_ids[partition[0]], starts.get(partition, 0)) for partition in partitions]
             self.rows.add(connection, new, generation)
 
-    def added_ends(self, topic_ids: Mapping[str, str]) -> dict[Partition, dict[Partition, int]]:
+    def added_ends(self, topic_ids: Mapping[str, str]) -> dict[Partition, AddedEnds]:
         """Return what ``note_added`` has stored last, of these topics in the incarnations that they have now."""
         with clear_schema_errors("reading where added partitions begin"):
             rows = self._read(_ADDED_ENDS)
         stored: Mapping[str, Mapping[str, Any]] = (rows[0][0] if rows else None) or {}
         return {
-            (topic, int(part)): {(topic, int(other)): int(end) for other, end in one["ends"].items()}
+            (topic, int(part)): AddedEnds(
+                # A driver of version 0.1 has noted no ``before``.
+                *({(topic, int(at)): int(end) for at, end in one.get(name, {}).items()} for name in ("before", "ends"))
+            )
             for topic, parts in stored.items()
             for part, one in parts.items()
             if one["topic_id"] == topic_ids.get(topic)
         }
 
-    def note_added(
-        self, ends: Mapping[Partition, Mapping[Partition, int]], topic_ids: Mapping[str, str], generation: int
-    ) -> None:
+    def note_added(self, ends: Mapping[Partition, AddedEnds], topic_ids: Mapping[str, str], generation: int) -> None:
         """Store where the other partitions end for each added one, instead of what was stored. Raises Fenced."""
         noted: dict[str, dict[int, Any]] = {}
         for (topic, part), others in ends.items():
-            one = {"topic_id": topic_ids[topic], "ends": {other: end for (_, other), end in others.items()}}
-            noted.setdefault(topic, {})[part] = one
+            before, after = ({other: end for (_, other), end in one.items()} for one in (others.before, others.ends))
+            noted.setdefault(topic, {})[part] = {"topic_id": topic_ids[topic], "before": before, "ends": after}
         with self.transaction() as connection:
             changed = self._run(connection, _NOTE_ADDED, ends=json.dumps(noted), generation=generation)
             if not changed.rowcount:

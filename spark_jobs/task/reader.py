@@ -183,6 +183,10 @@ class RangeReader:
     def close(self) -> None:
         self._consumer.close()
 
+    def poll(self) -> None:
+        """Handle what the client has reported between two ranges; it has no messages then."""
+        self._consumer.poll(0)
+
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
         """Return a range's messages, except for the offsets ``without``; they are read during iteration."""
         progress = _RangeProgress(partition, span, without)
@@ -397,6 +401,15 @@ def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
     finally:
         if reader.broken or _KEPT.setdefault(name, reader) is not reader:
             reader.close()
+
+
+def poll_kept(group: str) -> None:
+    """Handle what this process's readers of a group have reported: statistics wait in their clients without limit."""
+    for name in [name for name in list(_KEPT) if name[1] == group]:
+        if reader := _KEPT.pop(name, None):
+            reader.poll()
+            if _KEPT.setdefault(name, reader) is not reader:
+                reader.close()
 
 
 def close_kept(group: str) -> None:

@@ -1,4 +1,4 @@
-"""Partitions that are added to a topic: their messages wait for what their keys have in the others."""
+"""Partitions that are added to a topic: messages wait for what their keys have in others, whichever they move to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from bench import Bench
 from support import wait_until
 
 from spark_jobs.driver.options import Totals
+from spark_jobs.postgres.group_store import AddedEnds
 
 pytestmark = pytest.mark.spark
 
@@ -52,7 +53,7 @@ def test_ends_of_another_incarnation_of_the_topic_are_ignored(bench):
     bench.once()
     with bench.runner() as runner:
         generation = runner._begin()
-        at, ends = (bench.topic, 2), {(bench.topic, 0): 7, (bench.topic, 1): 2**40}
+        at, ends = (bench.topic, 2), AddedEnds({(bench.topic, 0): 5}, {(bench.topic, 0): 7, (bench.topic, 1): 2**40})
         runner._store.note_added({at: ends}, {bench.topic: "then"}, generation)
         assert runner._store.added_ends({bench.topic: "then"}) == {at: ends}
         assert runner._store.added_ends({bench.topic: "now"}) == {}
@@ -74,8 +75,28 @@ def test_a_run_that_is_stopped_has_the_next_one_wait_too(bench):
     assert bench.totals()["a"][1:] == (3_001, 3_001, 0, "last")
     # The other new one has no messages yet, and is none of the group's.
     assert bench.positions().keys() == {0, 1, 3}
-    waits = [figures["partitions"] for text, figures in bench.reports if text.startswith("new partitions wait")]
+    waits = [figures["partitions"] for text, figures in bench.reports if text.startswith("partitions wait")]
     assert waits == [[f"{bench.topic}-3"]] * 2
+
+
+def test_the_others_wait_for_each_other(bench):
+    """From two partitions to three, half of the keys that move do so between the two: here from the first."""
+    bench.orders(["a"], [1], 0)
+    bench.once()
+    bench.orders(["a"], range(2, 2_001), 0)
+    with bench.runner(max_records=ROUND) as runner:
+        assert runner._round(None)
+        bench.add_partitions(3)
+        assert runner._round(None)
+        bench.orders(["a"], [2_001], 1)
+        assert runner._round(None)
+        assert bench.positions() == {0: 3 * ROUND + 1, 1: 0}
+        # The key moves on to the new partition.
+        bench.send_to_added("a", 2_002, 2)
+        while runner._round(None):
+            pass
+    assert bench.totals()["a"][1:4] == (2_002, 2_002, 0)
+    assert bench.positions() == {0: 2_000, 1: 1, 2: 1}
 
 
 def test_one_that_was_seen_empty_waits_too(bench):

@@ -265,16 +265,21 @@ class Offsets:
 
         def decide(stored: Mapping[int, StoredOffset], losses: _Losses) -> list[Move]:
             moves = []
+            topic_id = snapshot.ids[topic]
+            read = any(here.topic_id == topic_id for here in stored.values())
             for number, there in chosen.items():
-                here, topic_id = stored.get(number), snapshot.ids[topic]
+                here = stored.get(number)
                 if to == "loss":
                     after = after_losses(here, there, topic_id, losses.get(number, ()))
                 else:
                     after = target(to, there, times.get((topic, number)))
+                    if after == 0 and here is None and read and part is None:
+                        # It was added to the topic, and may have to wait for others: the consumer begins it at 0.
+                        after = None
                 if after is not None:
                     moves.append(move(number, here, there, topic_id, after))
             # Partitions of the old topic that the new one does not have.
-            ended = {n: here for n, here in stored.items() if n not in bounds and here.topic_id != snapshot.ids[topic]}
+            ended = {n: here for n, here in stored.items() if n not in bounds and here.topic_id != topic_id}
             return moves + (gone(ended) if part is None else [])
 
         request = _Request(

@@ -1,29 +1,52 @@
-"""Until when a partition that is added waits for the others, whatever becomes of their logs meanwhile."""
+"""Partitions that are added wait for the others, and these for each other, whatever becomes of their logs meanwhile."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from outbox.consumer.model import OffsetBounds, StoredOffset
+from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
 from spark_jobs.driver.added_partitions import AddedPartitions
+from spark_jobs.postgres.group_store import AddedEnds
 
-OLD, NEW = ("t", 0), ("t", 1)
+OLD, OTHER, NEW = ("t", 0), ("t", 1), ("t", 2)
 
 
 class Servers:
-    """Kafka, and the store of a group that has noted 100 as the end of the old partition."""
+    """Kafka, and the store of a group."""
 
-    def __init__(self, extents: dict[Any, OffsetBounds]) -> None:
-        self.extents = extents
+    def __init__(self, bounds: Mapping[Partition, OffsetBounds], noted: Mapping[Partition, AddedEnds]) -> None:
+        self.bounds = bounds
+        self.noted = dict(noted)
 
     def look(self, topics: Any, *, high_watermarks: bool) -> Any:
         assert high_watermarks
-        return {"t": "id"}, self.extents
+        return {"t": "id"}, self.bounds
 
     def added_ends(self, topic_ids: Any) -> Any:
-        return {NEW: {OLD: 100}}
+        return self.noted
+
+    def note_added(self, ends: Any, topic_ids: Any, generation: int) -> None:
+        self.noted = dict(ends)
+
+
+class Driver:
+    """What a driver decides, look by look, from the ends of the partitions and the group's offsets."""
+
+    def __init__(self, noted: Mapping[Partition, AddedEnds] | None = None) -> None:
+        self.servers: Any = Servers({}, noted or {})
+        self.reports: list[list[str]] = []
+        self.added = AddedPartitions(
+            self.servers, self.servers, ["t"], lambda _, figures: self.reports.append(figures["partitions"])
+        )
+
+    def look(self, ends: list[int], offsets: list[int]) -> tuple[list[Partition], dict[Partition, int]]:
+        bounds = {("t", part): OffsetBounds(0, end, end) for part, end in enumerate(ends)}
+        stored = {("t", part): StoredOffset("id", offset) for part, offset in enumerate(offsets)}
+        self.servers.bounds = bounds
+        return self.added.ready(sorted(bounds.keys() - stored.keys()), stored, bounds, {"t": "id"}, 1)
 
 
 @pytest.mark.parametrize(
@@ -39,8 +62,59 @@ class Servers:
     ],
 )
 def test_it_waits_for_what_the_others_had_and_still_have(next_offset, now, ready):
-    extents = {OLD: now, NEW: OffsetBounds(0, 5, 5)}
-    servers: Any = Servers(extents)
+    bounds = {OLD: now, NEW: OffsetBounds(0, 5, 5)}
+    servers: Any = Servers(bounds, {NEW: AddedEnds({}, {OLD: 100})})
     added = AddedPartitions(servers, servers, ["t"], lambda *_: None)
     stored = {OLD: StoredOffset("id", next_offset)}
-    assert added.ready([NEW], stored, extents, {"t": "id"}, 1) == ([NEW] if ready else [])
+    fresh, limits = added.ready([NEW], stored, bounds, {"t": "id"}, 1)
+    assert (fresh, OLD in limits) == (([NEW], False) if ready else ([], True))
+
+
+def test_the_others_wait_for_each_other_as_soon_as_there_are_more():
+    driver = Driver()
+    assert driver.look([90, 10], [20, 10]) == ([], {})
+    assert driver.look([100, 10, 0], [30, 10]) == ([], {OLD: 100, OTHER: 10})
+    assert driver.reports == []
+    # A key has moved from the first to the second; the added partition has nothing yet.
+    assert driver.look([110, 12, 0], [99, 10]) == ([], {OLD: 100, OTHER: 10})
+    assert driver.reports == [["t-1"]]
+    # Another driver continues with the same ends.
+    driver = Driver(driver.servers.noted)
+    assert driver.look([120, 14, 0], [99, 10]) == ([], {OLD: 100, OTHER: 10})
+    assert driver.look([120, 14, 0], [100, 10]) == ([], {})
+
+
+def test_they_wait_again_when_the_added_one_has_messages():
+    driver = Driver()
+    driver.look([100, 10, 0], [100, 10])
+    driver.look([300, 30, 0], [110, 30])
+    # First up to what they had at the last look without, then up to what they have now; and then it is read itself.
+    assert driver.look([310, 33, 1], [120, 30]) == ([], {OLD: 300, OTHER: 30})
+    assert driver.reports == [["t-1", "t-2"]]
+    driver = Driver(driver.servers.noted)
+    assert driver.look([400, 40, 9], [299, 30]) == ([], {OLD: 300, OTHER: 30})
+    assert driver.look([400, 40, 9], [300, 30]) == ([], {OLD: 310, OTHER: 33})
+    assert driver.look([400, 40, 9], [310, 33]) == ([NEW], {})
+    assert driver.look([400, 40, 9], [310, 33, 0]) == ([], {})
+
+
+def test_ends_that_are_not_reached_are_not_replaced_by_later_ones():
+    driver = Driver()
+    driver.look([100, 10, 0], [20, 10])
+    driver.look([200, 20, 0], [30, 10])
+    assert driver.look([300, 30, 1], [40, 10]) == ([], {OLD: 100, OTHER: 10})
+    assert driver.servers.noted == {NEW: AddedEnds({OLD: 100, OTHER: 10}, {OLD: 300, OTHER: 30})}
+
+
+def test_an_added_partition_that_a_broker_does_not_list_is_waited_for_as_before():
+    driver = Driver()
+    driver.look([100, 10, 0], [20, 10])
+    assert driver.look([200, 20], [30, 10]) == ([], {OLD: 100, OTHER: 10})
+
+
+def test_one_that_had_messages_when_it_was_first_seen():
+    """By a driver that has looked before, and by one that has not: it can't know which messages came before these."""
+    driver = Driver()
+    driver.look([100, 10], [20, 10])
+    assert driver.look([120, 13, 1], [30, 10]) == ([], {OLD: 100, OTHER: 10})
+    assert Driver().look([120, 13, 1], [30, 10]) == ([], {OLD: 120, OTHER: 13})

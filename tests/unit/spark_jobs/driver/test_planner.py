@@ -13,7 +13,16 @@ from outbox.consumer.losses import find_losses
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Range, StoredOffset
 from outbox.errors import ConfigurationError
 from spark_jobs.driver.options import Options
-from spark_jobs.driver.planner import ENOUGH, FEW, new_partitions, next_turn, plan, waiting_for_others
+from spark_jobs.driver.planner import (
+    ENOUGH,
+    FEW,
+    common_limits,
+    limited,
+    new_partitions,
+    next_turn,
+    plan,
+    waiting_for_others,
+)
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob, find_job
 
@@ -251,6 +260,22 @@ def test_new_partitions_wait_for_the_others_of_their_topic_only():
     assert waiting_for_others(fresh, stored, ends) == {("t", 2), ("t", 3)}
     assert waiting_for_others(fresh, stored | {("t", 0): StoredOffset("id", 6)}, ends) == set()
     assert waiting_for_others(fresh, {}, ends) == set()
+
+
+def test_partitions_are_read_to_the_lowest_ends_that_not_all_have_reached():
+    first, second = {("t", 0): 6, ("t", 1): 9}, {("t", 0): 8, ("t", 1): 9, ("t", 2): 1}
+    bounds = {("t", part): OffsetBounds(0, 20) for part in range(3)}
+
+    def ends(*offsets: int) -> list[int]:
+        stored = {("t", part): StoredOffset("id", offset) for part, offset in enumerate(offsets)}
+        return [there.end for there in limited(bounds, common_limits([second, first], stored), stored).values()]
+
+    assert ends(5, 9) == [6, 9, 1]
+    assert ends(6, 9) == [8, 9, 1]
+    # An offset may be beyond such an end, but no end before the offset.
+    assert ends(7, 12, 0) == [8, 12, 1]
+    assert ends(8, 12, 0) == [8, 12, 1]
+    assert ends(8, 12, 2) == [20, 20, 20]
 
 
 def test_a_consumer_of_no_topic_is_refused():

@@ -10,6 +10,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
 from offsets_driver import GROUP, Driver, driver
+from psycopg.types.json import Jsonb
 from support import wait_until
 
 from outbox.consumer import kafka_admin
@@ -19,6 +20,7 @@ from outbox.consumer.errors import DataLost, TopicRecreated
 from outbox.consumer.kafka_admin import TopicMissing
 from outbox.consumer.model import Loss, LossKind, OffsetBounds
 from outbox.errors import NotFound, OperationRefused
+from spark_jobs.postgres.group_store import AddedEnds
 
 __all__ = ["driver"]
 
@@ -200,6 +202,31 @@ def test_partitions_that_are_added_begin_at_0_unless_messages_went_before(driver
     assert driver.positions() == {0: 0, 1: 0, 3: 6}
     driver.send(2, 1)
     assert driver.step() == {2: (0, 1)}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_others_are_read_to_where_they_ended_when_one_was_added(driver, restarted):
+    """However far ahead of the others one is: a key may have moved into it."""
+    driver.send(0, 10)
+    driver.meet()
+    driver.runner = driver.start(most=4)
+    assert driver.step() == {0: (0, 4)}
+    driver.admin.create_partitions([NewPartitions(driver.topic, 3)])[driver.topic].result(30)
+    wait_until(lambda: len(driver.runner._kafka.look([driver.topic])[1]) == 3, what="the partition")
+    assert driver.step() == {0: (4, 8)}
+    driver.send(1, 1)
+    if restarted:
+        driver.runner = driver.start(most=4)
+    assert driver.step() == {0: (8, 10)}
+    assert driver.step() == {1: (0, 1)}
+
+
+def test_the_ends_that_a_driver_of_version_0_1_has_noted_are_waited_for(driver):
+    driver.meet()
+    noted = {driver.topic: {"2": {"topic_id": "id", "ends": {"0": 10, "1": 0}}}}
+    driver.rows("UPDATE consumer.groups SET added_ends = %s", Jsonb(noted), result=False)
+    ends = {(driver.topic, 0): 10, (driver.topic, 1): 0}
+    assert driver.runner._store.added_ends({driver.topic: "id"}) == {(driver.topic, 2): AddedEnds({}, ends)}
 
 
 @pytest.mark.parametrize("restarted", [False, True])

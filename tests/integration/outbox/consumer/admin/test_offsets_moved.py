@@ -9,6 +9,7 @@ import time
 import orjson
 import psycopg
 import pytest
+from confluent_kafka.cimpl import NewPartitions
 from offsets_driver import GROUP, driver
 from support import wait_until
 from typer.testing import CliRunner
@@ -154,6 +155,28 @@ def test_resets_to_both_ends_and_to_a_time(driver):
         refused = driver.command("reset", GROUP, "--topic", driver.topic, *arguments)
         assert refused.exit_code == 2
         assert named in refused.stderr
+
+
+def test_a_reset_leaves_an_added_partition_to_the_driver_which_lets_it_wait(driver):
+    """Set by itself it is read at once; and it may be skipped."""
+    driver.send(0, 10)
+    driver.meet()
+    driver.read(0, 4)
+    driver.admin.create_partitions([NewPartitions(driver.topic, 3)])[driver.topic].result(30)
+    wait_until(lambda: len(driver.runner._kafka.look([driver.topic])[1]) == 3, what="the partition")
+    driver.send(2, 1)
+    for to in ("earliest", dt.datetime.now(dt.UTC) - dt.timedelta(hours=1)):
+        driver.offsets().reset(GROUP, driver.topic, to, "why")
+        assert driver.positions() == {0: 0, 1: 0}
+    driver.runner = driver.start()
+    assert driver.step() == {0: (0, 10)}
+    assert driver.step() == {2: (0, 1)}
+    driver.rows("DELETE FROM consumer.offsets WHERE part = 2", result=False)
+    driver.offsets().reset(GROUP, driver.topic, 0, "why", part=2)
+    assert driver.positions() == {0: 10, 1: 0, 2: 0}
+    driver.rows("DELETE FROM consumer.offsets WHERE part = 2", result=False)
+    driver.offsets().reset(GROUP, driver.topic, "latest", "why", skip=True)
+    assert driver.positions() == {0: 10, 1: 0, 2: 1}
 
 
 def test_a_group_that_has_never_run_has_to_be_called_new(driver):

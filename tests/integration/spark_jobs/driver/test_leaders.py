@@ -1,0 +1,86 @@
+"""A partition without a leader: a continuous driver reads the others. On real servers, and without Spark."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+from confluent_kafka.admin import NewTopic
+from offsets_driver import Driver
+from support import wait_until
+
+from outbox.consumer.errors import ConsumerUnavailable
+
+
+def has_leaders(driver: Driver, which: list[bool]) -> bool:
+    described = driver.admin.list_topics(timeout=10).topics.get(driver.topic)
+    return described is not None and [part.leader >= 0 for part in described.partitions.values()] == which
+
+
+def lacks_a_leader(driver: Driver) -> bool:
+    """Return whether that is what the driver's client hears; at first it may look for the broker."""
+    try:
+        driver.runner._kafka.look([driver.topic])
+    except ConsumerUnavailable as error:
+        return "Leader not available" in str(error)
+    return False
+
+
+@pytest.fixture
+def away(outbox_postgres, private_kafka):
+    """The driver of a topic whose second partition is only on the first of three brokers, which is killed, and these.
+
+    The group has read three messages of the first and five of the second; each has five more.
+    """
+    cluster = private_kafka(brokers=3)
+    with private_kafka.topics(cluster) as topics:
+        driver = Driver(outbox_postgres, topics)
+        driver.topic = topics.name("led")
+        topic = NewTopic(driver.topic, 2, replica_assignment=[[2], [1]])
+        driver.admin.create_topics([topic])[driver.topic].result(30)
+        wait_until(lambda: has_leaders(driver, [True, True]), what="the leaders")
+        driver.runner = driver.start()
+        # What the killed broker was asked last is not waited for long.
+        driver.runner._kafka._seconds = 3.0
+        driver.meet()
+        driver.send(0, 3)
+        driver.send(1, 5)
+        assert driver.step() == {0: (0, 3), 1: (0, 5)}
+        for part in (0, 1):
+            driver.send(part, 5)
+        cluster.kill_broker(0)
+        wait_until(lambda: lacks_a_leader(driver), what="the leader to be gone")
+        yield driver, cluster
+
+
+def test_the_others_are_read_until_its_leader_is_back(away):
+    driver, cluster = away
+    behind, caught_up = [], []
+    driver.runner._behind = lambda offsets, turn: behind.append((dict(offsets), set(turn)))
+    driver.runner._caught_up = caught_up.append
+    assert driver.step() == {0: (3, 8)}
+    one, other = (driver.topic, 0), (driver.topic, 1)
+    assert behind == [({one: 3, other: 5}, {one, other})]
+    stop = threading.Event()
+    threading.Timer(2, stop.set).start()
+    driver.runner.continuous(stop)
+    # It stands, whether messages wait in it or not, and what it has is not caught up with.
+    assert (behind[-1], caught_up) == (({other: 5}, {other}), [])
+    assert driver.reports.count("Kafka names no leader of these partitions: they are not read") == 1
+    cluster.start_broker(0)
+    wait_until(lambda: driver.step() == {1: (5, 10)}, what="its messages")
+    assert behind[-1] == ({other: 5}, {other})
+    driver.step()
+    assert behind[-1] == ({}, set())
+
+
+def test_a_run_to_the_ends_and_a_new_group_need_all(away):
+    driver, _ = away
+    driver.runner._options = replace(driver.runner._options, patience=1.0)
+    with pytest.raises(ConsumerUnavailable, match="Leader not available"):
+        driver.runner.once(threading.Event())
+    driver.rows("DELETE FROM consumer.offsets", result=False)
+    with pytest.raises(ConsumerUnavailable, match="Leader not available"):
+        driver.step()
+    assert driver.positions() == {}
