@@ -67,8 +67,10 @@ class WaitingLetters:
                     waiting.add(partition)
         for partition in sorted(waiting):
             part = parts[partition]
-            left = _RETRIED_AT_ONCE
-            while left and part.position is not None and self._applier.retry(part):
+            with self._session.transaction() as connection:
+                self._letters.by_index(connection)
+                left = _RETRIED_AT_ONCE - self._letters.hold_back(connection, partition, _RETRIED_AT_ONCE)
+            while left > 0 and part.position is not None and self._applier.retry(part):
                 left -= 1
         if time.monotonic() >= (self._retried_at if waiting else self._read_at):
             with self._session.transaction() as connection:
