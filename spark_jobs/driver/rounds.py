@@ -92,7 +92,7 @@ class _DeadKeys:
         self._keys = None
 
 
-class _TooManyBehind(EffectFailed):
+class _TooManyBehind(Exception):
     """Most of the messages that can't be applied only wait behind others: of fewer messages, fewer do."""
 
 
