@@ -81,7 +81,7 @@ class ConsumerJob:
     keep_order  later messages of a key that has a dead letter wait behind it (reason ``behind``) and do not overtake
                 it.
     max_dead    a round that would make more dead letters than this ends the job instead: the cause is then unlikely to
-                be in the messages.
+                be in the messages. Those that are ``behind`` others don't count: they are stored in pieces.
     max_payload_bytes  a message with a larger payload becomes a dead letter without being decoded. The default is far
                 above Kafka's own default limit.
     delivery    "exactly-once": the offsets move in the transaction of the effect. "at-most-once", for effects elsewhere

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from outbox.consumer.letters import DeadLetter, RetryRecord
-    from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest
+    from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest, StoredOffset
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,9 @@ class Sinks(Protocol):
 
 class GroupStore(Protocol):
     """What rounds need in the driver; each call is a transaction of its own."""
+
+    def stored(self, topics: Iterable[str]) -> Mapping[Partition, StoredOffset]:
+        """Return the group's offsets in these topics."""
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""

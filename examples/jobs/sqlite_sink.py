@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from outbox.consumer.errors import ConsumerUnavailable, Fenced, JobError, OffsetMoved
 from outbox.consumer.letters import RetryRecord
-from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest
+from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, RetryRequest, StoredOffset
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import EffectError, RejectedRecords
@@ -232,6 +232,11 @@ class SqliteStore:
 
     path: str
     group: str
+
+    def stored(self, topics: Iterable[str]) -> dict[Partition, StoredOffset]:
+        """Return the group's offsets."""
+        rows = self.run("SELECT topic, part, topic_id, next_offset FROM offsets WHERE grp = ?", self.group)
+        return {(topic, part): StoredOffset(*rest) for topic, part, *rest in rows if topic in set(topics)}
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters."""

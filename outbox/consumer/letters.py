@@ -66,14 +66,26 @@ KEYS: Final = """
 SELECT DISTINCT topic, message_key FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
 """The keys of a group's dead letters: later messages of these wait behind them."""
+# The planner may have statistics of a time when there were no letters.
+BY_INDEX: Final = """
+SELECT pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
+       pg_catalog.set_config('enable_sort', 'off', true)"""
+"""Keeps the plans of a transaction to the indexes."""
 EARLIER: Final = """
 other.grp = letter.grp AND other.topic = letter.topic
    AND pg_catalog.sha256(other.message_key) = pg_catalog.sha256(letter.message_key)
    AND other.state = 'dead' AND other.reason <> 'behind'
-   AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
-            ELSE other.id < letter.id END"""
-"""SQL: ``letter`` waits behind ``other``. For a key that has moved to another partition, because partitions were added,
-the ids of the dead letters give the order."""
+   AND CASE WHEN (other.part, other.topic_id) = (letter.part, letter.topic_id)
+            THEN other.message_offset < letter.message_offset ELSE other.id < letter.id END"""
+"""SQL: ``letter`` waits behind ``other``. Where their offsets give no order, because partitions were added and the key
+has moved, or the topic was created again, the ids of the dead letters do."""
+ELSEWHERE: Final = """
+SELECT pg_catalog.min(other.id + 0) FROM {dead_letters} AS other
+ WHERE other.grp = %(grp)s AND other.topic = letter.topic AND pg_catalog.sha256(other.message_key) = letter.hash
+   AND (other.part, other.topic_id) <> (letter.part, letter.topic_id) AND (other.state <> 'dead' {or_dead})"""
+"""SQL: the lowest id to be retried of the key ``letter.hash``, where the ids give the order. Reads all dead letters of
+the key: to be asked once for a key, and not for each letter, with BY_INDEX. ``<> 'dead'``, because with ``= 'retry'``
+the planner may read all that are to be retried."""
 DESCRIBED: Final = """pg_catalog.jsonb_build_object(
                'id', id, 'group', grp, 'topic', topic, 'topic_id', topic_id, 'part', part, 'offset', message_offset,
                'message_id', message_id, 'message_time', message_time, 'reason', reason, 'error', error,

@@ -255,7 +255,8 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         # From Spark's checkpoint: a new checkpoint has another id.
         sa.Column("query_id", _UUID, nullable=False),
         sa.Column("batch_id", sa.BigInteger, nullable=False),
-        # A hash of Spark's plan of the batch. After a checkpoint was copied, two batches may have the same number.
+        # A hash of Spark's plan of the batch, and of those before it, which shows what a copy of a checkpoint follows:
+        # after one was copied, two batches may have the same number.
         sa.Column("content", sa.Text, nullable=False),
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),

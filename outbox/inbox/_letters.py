@@ -13,7 +13,7 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from outbox.consumer.letters import EARLIER, KEYS, DeadLetter, DeadLetterStore, RetryRecord
+from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, DeadLetter, DeadLetterStore, RetryRecord
 from outbox.consumer.messages import storable_time, stored_headers
 from outbox.consumer.model import Partition, RejectedRecord
 from outbox.consumer.statements import columns, statement
@@ -37,29 +37,39 @@ SELECT topic, part,
   FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS mine (topic, part)"""
 # The first letter of each key, from key to key through the index: however many wait behind one, one of them is read.
 _FIRST: Final = """
-SELECT pg_catalog.sha256(message_key) AS hash, grp, topic, part, id, message_offset, message_key FROM {dead_letters}
+SELECT pg_catalog.sha256(message_key) AS hash, grp, topic, topic_id, part, id, message_offset, message_key
+  FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
    AND pg_catalog.sha256(message_key) > {after} ORDER BY pg_catalog.sha256(message_key), message_offset LIMIT 1"""
 _KEYS_BEHIND: Final = """
 WITH RECURSIVE found AS (
     ({first}) UNION ALL SELECT following.* FROM found CROSS JOIN LATERAL ({following}) AS following),
 letter AS (SELECT * FROM found LIMIT %(most)s)
-SELECT hash, ({earlier}) IS NULL FROM letter"""
+SELECT hash, CASE WHEN ({earlier}) IS NULL THEN coalesce(({retried}) > id, true) ELSE false END FROM letter"""
 # Messages that were put behind a dead letter while that was being retried or discarded: they would wait forever.
 _RELEASE: Final = """
 UPDATE {dead_letters} AS letter SET state = 'retry'
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
    AND pg_catalog.sha256(message_key) = ANY(%(hashes)s) AND ({earlier}) IS NULL"""
+# Of those to be retried an earlier one of the key may be in another partition, where another member retries it.
+_HOLD_BACK: Final = """
+WITH page AS MATERIALIZED (
+    SELECT topic, topic_id, part, pg_catalog.sha256(message_key) AS hash FROM {dead_letters}
+     WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
+     ORDER BY message_offset, id LIMIT %(most)s),
+first AS MATERIALIZED (
+    SELECT letter.*, ({unsettled}) AS id FROM (SELECT DISTINCT * FROM page WHERE hash IS NOT NULL) AS letter)
+UPDATE {dead_letters} AS letter SET state = 'dead', reason = 'behind', error = %(error)s, sqlstate = NULL
+  FROM first
+ WHERE first.id IS NOT NULL AND letter.grp = %(grp)s AND letter.topic = first.topic
+   AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
+   AND letter.part = first.part AND letter.state <> 'dead' AND letter.id > first.id"""
 _WAITING: Final = """
 SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset, letter.message_key,
        letter.message_value, letter.message_headers, letter.message_time
   FROM {dead_letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
-# The planner may have statistics of a time when there were no letters.
-_BY_INDEX: Final = """
-SELECT pg_catalog.set_config('enable_seqscan', 'off', true), pg_catalog.set_config('enable_bitmapscan', 'off', true),
-       pg_catalog.set_config('enable_sort', 'off', true)"""
 
 
 class Letters(DeadLetterStore):
@@ -69,6 +79,8 @@ class Letters(DeadLetterStore):
         super().__init__(schema, group)
         self._parts: dict[str, sql.Composable] = {
             "earlier": statement(schema, _EARLIER, earlier=sql.SQL(EARLIER)),
+            "retried": statement(schema, ELSEWHERE, or_dead=sql.SQL("")),
+            "unsettled": statement(schema, ELSEWHERE, or_dead=sql.SQL("OR other.reason = 'behind'")),
             "first": statement(schema, _FIRST, after=sql.SQL("%(after)s::bytea")),
             "following": statement(schema, _FIRST, after=sql.SQL("found.hash")),
         }
@@ -100,7 +112,7 @@ class Letters(DeadLetterStore):
 
     def by_index(self, connection: psycopg.Connection[Any]) -> None:
         """Keep this transaction's plans to the indexes. To be called before the methods that look for changes."""
-        self._ask(connection, _BY_INDEX)
+        self._ask(connection, BY_INDEX)
 
     def with_letters(
         self, connection: psycopg.Connection[Any], partitions: Collection[Partition]
@@ -122,6 +134,14 @@ class Letters(DeadLetterStore):
         if hashes:
             self._ask(connection, _RELEASE, **values, hashes=hashes)
         return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
+
+    def hold_back(self, connection: psycopg.Connection[Any], partition: Partition, most: int) -> int:
+        """Put behind others what is to be retried when an earlier one of its key, in another partition, goes first.
+
+        Looks at the keys of the first ``most`` of a partition. Returns how many dead letters it has put behind.
+        """
+        values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
+        return self._ask(connection, _HOLD_BACK, **values, most=most, error=BEHIND).rowcount
 
     def next(self, connection: psycopg.Connection[Any], partition: Partition) -> RetriedMessage | None:
         """Return the first dead letter of a partition that is to be retried, and lock it."""

@@ -18,6 +18,8 @@ from outbox.inbox._session import Session
 _PART_OF_TIME: Final = 0.01
 """How much of its time a member spends on reading the keys of dead letters: those of 100,000 take it 100 ms or more."""
 _PART_WHILE_RETRYING: Final = 0.1
+_LOOKED_AT: Final = 100
+"""Of how many dead letters it is known at a time that none of their keys waits for another partition."""
 
 
 class WaitingLetters:
@@ -74,15 +76,7 @@ class WaitingLetters:
         for partition in waiting:
             parts[partition].letters_first = True
         held = any(part.letters_first for part in parts.values())
-        left = deque(sorted(waiting))
-        while left:
-            part = parts[left[0]]
-            if part.position is not None and self._applier.retry(part):
-                left.rotate(-1)
-            else:
-                left.popleft()
-            if not go_on():
-                break
+        self._retry({partition: parts[partition] for partition in sorted(waiting)}, go_on)
         if time.monotonic() >= (self._retried_at if held else self._read_at):
             with self._session.transaction() as connection:
                 keys = self.read(connection, self.keys)
@@ -90,3 +84,22 @@ class WaitingLetters:
             # Not before the keys are known: messages would be put behind letters that are gone.
             for partition in parts.keys() - waiting:
                 parts[partition].letters_first = False
+
+    def _retry(self, parts: Mapping[Partition, Assigned], go_on: Callable[[], bool]) -> None:
+        """Retry a dead letter of each partition in turn."""
+        left = deque(parts)
+        looked_at = dict.fromkeys(parts, 0)
+        while left:
+            partition = left[0]
+            if not looked_at[partition]:
+                with self._session.transaction() as connection:
+                    self._letters.by_index(connection)
+                    held_back = self._letters.hold_back(connection, partition, _LOOKED_AT)
+                looked_at[partition] = max(_LOOKED_AT - held_back, 0)
+            elif parts[partition].position is not None and self._applier.retry(parts[partition]):
+                looked_at[partition] -= 1
+                left.rotate(-1)
+            else:
+                left.popleft()
+            if not go_on():
+                return

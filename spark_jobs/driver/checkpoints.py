@@ -7,7 +7,8 @@ and the offsets of each source. And a batch must follow the exact plan that the 
 | the checkpoint                              | what follows                                                           |
 |---------------------------------------------|------------------------------------------------------------------------|
 | lost: another query, batch 0                | CheckpointConflict: it might begin before what is applied, or behind   |
-| an older copy: this batch's number or lower | CheckpointConflict, unless rows have ids: then repeats are recognized  |
+| an older copy: this batch's number or lower | CheckpointConflict, unless rows have ids, and the sink had the batch   |
+|                                             | before it: then repeats are recognized                                 |
 | a copy that was continued elsewhere         | CheckpointConflict: another plan precedes this batch                   |
 | newer than the sink, which was restored     | CheckpointConflict: the batches between are missing                    |
 | of a query that did not use this before     | CheckpointConflict: its batches may or may not be in the sink          |
@@ -30,17 +31,29 @@ from spark_jobs.errors import CheckpointConflict
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+KEPT: Final = 100
+"""Of so many batches the sink keeps the contents."""
 _QUERY_ID: Final = "sql.streaming.queryId"
 """Spark's local property in the thread of a batch: the query's id in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The batch that the sink has."""
+    """The batch that the sink has. ``contents``: of it and of those before it, with a space between them."""
 
     query_id: str
     batch_id: int
-    content: str
+    contents: str
+
+    @property
+    def content(self) -> str:
+        return self.contents.partition(" ")[0]
+
+    def before(self, batch: Batch) -> list[str]:
+        """Return the contents of the batches before this one, the last one first; none unless it follows that one."""
+        ago = self.batch_id - batch.batch_id + 1
+        contents = self.contents.split()[ago:] if ago >= 0 and self.query_id == batch.query_id else []
+        return contents if contents[:1] == [batch.before] else []
 
     @property
     def state(self) -> str:
@@ -68,6 +81,11 @@ class Batch:
     content: str
     before: str | None
 
+    def contents_after(self, stored: Stored | None) -> str:
+        """Return what the sink is to keep."""
+        before = [] if stored is None else stored.before(self)
+        return " ".join([self.content, *before][:KEPT])
+
 
 def decide(
     group: str, stored: Stored | None, batch: Batch, *, accept: str | None, ids: bool, from_beginning: bool
@@ -78,8 +96,10 @@ def decide(
 
     ids  the rows have ids, by which repeats are recognized.
     """
-    if stored is not None and stored == Stored(batch.query_id, batch.batch_id, batch.content):
-        return "applied"
+    if stored is not None:
+        last = (stored.query_id, stored.batch_id, stored.content)
+        if last == (batch.query_id, batch.batch_id, batch.content):
+            return "applied"
     problem = _problem(group, stored, batch, ids=ids, from_beginning=from_beginning)
     if problem is None:
         return "apply"
@@ -114,6 +134,11 @@ def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from
             f"the sink has batch {stored.batch_id}, and this is another batch with the number {number}: the "
             "checkpoint is an older copy, and some rows of this batch may be applied already"
         )
+        if ids and number > 0 and not stored.before(batch):
+            return (
+                f"the sink has batch {stored.batch_id}, and nothing shows that it had the one that precedes this batch "
+                f"{number}: the checkpoint is a copy that was continued elsewhere, or of more than {KEPT} batches ago"
+            )
         # Repeats are recognized by their ids, and an older checkpoint skips nothing.
         return None if ids else problem
     if number > stored.batch_id + 1:
@@ -125,7 +150,7 @@ def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from
         f"the sink has another batch {stored.batch_id} than the one that precedes this batch {number}: the "
         "checkpoint is a copy that was continued elsewhere"
     )
-    return problem if batch.before != stored.content else None
+    return None if stored.before(batch) else problem
 
 
 def planned(rows: DataFrame, batch_id: int) -> Batch:

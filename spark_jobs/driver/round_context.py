@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from outbox.consumer import patience
 from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
 from outbox.consumer.letters import DeadLetter, RetryRecord
-from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
+from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, StoredOffset
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
@@ -63,6 +63,23 @@ class OffsetRanges:
         wanted = set(partitions)
         return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
 
+    def behind(self, stored: Mapping[Partition, StoredOffset]) -> OffsetRanges:
+        """Return what of the ranges is behind the stored offsets."""
+        starts = {partition: max(span.start, stored[partition].next_offset) for partition, span in self.ranges.items()}
+        left = {at: replace(span, start=starts[at]) for at, span in self.ranges.items() if starts[at] < span.end}
+        return replace(self, ranges=left)
+
+    def first(self, most: int) -> OffsetRanges:
+        """Return the beginnings of the ranges, with so many offsets in all."""
+        beginnings: dict[Partition, Range] = {}
+        by_length = sorted(self.ranges.items(), key=lambda item: (item[1].end - item[1].start, item[0]))
+        for number, (partition, span) in enumerate(by_length):
+            taken = min(span.end - span.start, -(-most // (len(by_length) - number)))
+            if taken:
+                beginnings[partition] = replace(span, end=span.start + taken)
+            most -= taken
+        return replace(self, ranges=beginnings)
+
 
 @dataclass
 class Counts:
@@ -87,12 +104,14 @@ class RoundState:
     dead      messages that are stored as dead letters with their ranges.
     standing  keys of dead letters of earlier rounds by topic, if the tasks put aside the messages behind them.
     behind    how many messages the tasks have put aside in this way.
+    at_fault  how many messages of pieces that are applied have become dead letters by a fault of their own.
     lenient   partitions with a value that does not fit its column.
     """
 
     dead: dict[MessageRef, DeadLetter] = field(default_factory=dict)
     standing: Mapping[str, AbstractSet[bytes]] = field(default_factory=dict)
     behind: int = 0
+    at_fault: int = 0
     lenient: set[Partition] = field(default_factory=set)
     counts: Counts = field(default_factory=Counts)
 

@@ -11,7 +11,7 @@ What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
 | Spark runs no task, because it sees  | as for EMPTY, unless a row of these ranges does not decode               |
 | that the transform filters all rows  |                                                                          |
 | messages are rejected                | they become dead letters; with keep_order the later ones of their keys   |
-|                                      | do too                                                                   |
+|                                      | do too; if there are more of these than max_dead, in pieces of the round |
 | a row that does not decode reaches a | Undecoded: the driver looks for all such rows                            |
 | transform                            |                                                                          |
 """
@@ -92,6 +92,10 @@ class _DeadKeys:
         self._keys = None
 
 
+class _TooManyBehind(Exception):
+    """Most of the messages that can't be applied only wait behind others: of fewer messages, fewer do."""
+
+
 class Rounds:
     """Applies rounds, by attempts of one kind."""
 
@@ -114,20 +118,40 @@ class Rounds:
         driver's own session fails.
         """
         with self._round(job_groups.described(span.ranges), span.ranges) as counts:
-            state = RoundState(counts=counts)
-            self._context.begin()
             try:
-                if self._job.keep_order:
-                    self._stand_behind(state, span)
-                left = span
-                while left.ranges:
-                    results = self._attempt(left, state, generation)
-                    left = left.only(self._settle(left, results, state, generation))
-            except BaseException:
-                self._dead_keys.forget()
-                raise
-            self._dead_keys.add(state.dead.values())
+                self._apply(span, counts, generation)
+            except _TooManyBehind:
+                self._apply_in_pieces(span, counts, generation)
         return counts
+
+    def _apply(self, span: OffsetRanges, counts: Counts, generation: int, at_fault: int = 0) -> int:
+        """Apply ranges. ``at_fault``: how many messages were before; returns the number with these."""
+        state = RoundState(counts=counts, at_fault=at_fault)
+        self._context.begin()
+        try:
+            if self._job.keep_order:
+                self._stand_behind(state, span)
+            left = span
+            while left.ranges:
+                results = self._attempt(left, state, generation)
+                left = left.only(self._settle(left, results, state, generation))
+        except BaseException:
+            self._dead_keys.forget()
+            raise
+        self._dead_keys.add(state.dead.values())
+        return at_fault + _number_at_fault(letter.record for letter in state.dead.values())
+
+    def _apply_in_pieces(self, span: OffsetRanges, counts: Counts, generation: int) -> None:
+        """Apply ranges of which more than ``max_dead`` messages are behind dead letters: that many at first."""
+        most, at_fault = self._job.max_dead, 0
+        while (left := span.behind(self._store.stored(self._job.topics))).ranges:
+            try:
+                at_fault = self._apply(left.first(most), counts, generation, at_fault)
+                most *= 2
+            except _TooManyBehind:
+                if most <= self._job.max_dead:
+                    raise
+                most = self._job.max_dead
 
     @contextmanager
     def _round(self, shown: str, partitions: Collection[Partition]) -> Iterator[Counts]:
@@ -318,7 +342,7 @@ class Rounds:
         for record in rejected:
             if record.place in state.dead:
                 raise EffectFailed(f"{_text(record.place)} was named again after it had been taken out: {record.error}")
-        self._check_number(state, len(rejected), rejected[0].error)
+        self._check_number(state, rejected)
         letters = self._read_whole(span, {record.place: record for record in rejected})
         state.dead |= letters
         if self._job.keep_order:
@@ -353,7 +377,7 @@ class Rounds:
             places = [tuple(row) for row in self._context.by_ranges(span, find, _PLACES).limit(most).collect()]
         found = {place: RejectedRecord(place, "behind", BEHIND) for place in places}
         if found:
-            self._check_number(state, len(found), "behind other dead letters")
+            self._check_number(state, list(found.values()))
             state.dead |= self._read_whole(span, found)
 
     def _read_whole(
@@ -378,13 +402,21 @@ class Rounds:
             )
         return found
 
-    def _check_number(self, state: RoundState, more: int, error: str) -> None:
-        if len(state.dead) + state.behind + more > self._job.max_dead:
-            raise EffectFailed(
-                f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), for example: "
-                f"{error}. Nothing of their partitions was applied; if these messages are to become dead letters, "
-                "raise max_dead"
+    def _check_number(self, state: RoundState, more: Sequence[RejectedRecord]) -> None:
+        """Raise EffectFailed if too many messages are at fault, and _TooManyBehind if too many wait behind these."""
+        most = self._job.max_dead
+        records = [*(letter.record for letter in state.dead.values()), *more]
+        at_fault = state.at_fault + _number_at_fault(records)
+        if max(at_fault, len(records) + state.behind) > most:
+            raise (_TooManyBehind if at_fault <= most and most else EffectFailed)(
+                f"more than {most} messages of one round can't be applied (max_dead), for example: "
+                f"{more[0].error}. Nothing of their partitions was applied; if these messages are to become dead "
+                "letters, raise max_dead"
             )
+
+
+def _number_at_fault(records: Iterable[RejectedRecord]) -> int:
+    return sum(record.reason != "behind" for record in records)
 
 
 def _behind_in(

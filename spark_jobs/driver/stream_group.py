@@ -199,10 +199,10 @@ class StreamGroup:
             _SWAP,
             query_id=batch.query_id,
             batch_id=batch.batch_id,
-            content=batch.content,
+            content=batch.contents_after(stored),
             old_query=stored.query_id if stored else None,
             old_batch=stored.batch_id if stored else None,
-            old_content=stored.content if stored else None,
+            old_content=stored.contents if stored else None,
         )
         return moved.rowcount == 1
 

@@ -19,7 +19,7 @@ from psycopg import sql
 from outbox.consumer import connections
 from outbox.consumer.errors import JobError
 from outbox.consumer.groups import GroupStore
-from outbox.consumer.letters import EARLIER, KEYS, DeadLetterStore, RetryRecord
+from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, DeadLetterStore, RetryRecord
 from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
 from outbox.consumer.retention import KEEP_DAYS, IdRetention
@@ -41,21 +41,30 @@ _ADDED_ENDS: Final = "SELECT added_ends FROM {groups} WHERE grp = %(grp)s"
 _NOTE_ADDED: Final = """
 UPDATE {groups} SET added_ends = %(ends)s::jsonb WHERE grp = %(grp)s AND generation = %(generation)s"""
 # One partition at a time, so that offsets give the order. Both parts read the index of those to be retried: ORDER BY id
-# alone would read the primary key, and in it the dead letters of all groups.
+# alone would read the primary key, and in it the dead letters of all groups. What is to be retried in another partition
+# may be an earlier one of the same key.
 _RETRIED: Final = """
 WITH lowest AS (
     SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
      ORDER BY id + 0 LIMIT 1),
-first AS (SELECT topic, topic_id, part FROM {dead_letters} WHERE id = (SELECT id FROM lowest))
+first AS (SELECT topic, topic_id, part FROM {dead_letters} WHERE id = (SELECT id FROM lowest)),
+page AS MATERIALIZED (
+    SELECT letter.*, pg_catalog.sha256(letter.message_key) AS hash
+      FROM first CROSS JOIN LATERAL (
+            SELECT * FROM {dead_letters} AS one
+             WHERE one.grp = %(grp)s AND one.topic = first.topic AND one.topic_id = first.topic_id
+               AND one.part = first.part AND one.state = 'retry'
+               AND (NOT %(alone)s OR one.id = (SELECT id FROM lowest))
+             ORDER BY one.message_offset, one.id LIMIT %(most)s) AS letter),
+elsewhere AS MATERIALIZED (
+    SELECT letter.hash, ({elsewhere}) AS id
+      FROM (SELECT DISTINCT topic, topic_id, part, hash FROM page WHERE hash IS NOT NULL AND %(keep_order)s) AS letter)
 SELECT letter.id, letter.topic, letter.part, letter.message_offset, letter.message_key, letter.message_value,
        letter.message_headers, letter.message_time, letter.reason,
        %(keep_order)s AND EXISTS (
-           SELECT FROM {dead_letters} AS other WHERE {earlier})
-  FROM first CROSS JOIN LATERAL (
-        SELECT * FROM {dead_letters} AS one
-         WHERE one.grp = %(grp)s AND one.topic = first.topic AND one.topic_id = first.topic_id
-           AND one.part = first.part AND one.state = 'retry'
-         ORDER BY one.message_offset, one.id LIMIT %(most)s) AS letter
+           SELECT FROM {dead_letters} AS other WHERE {earlier}),
+       coalesce(letter.id > elsewhere.id, false)
+  FROM page AS letter LEFT JOIN elsewhere ON elsewhere.hash = letter.hash
  ORDER BY letter.message_offset, letter.id"""
 # A message may have been put behind a dead letter that was being retried or discarded: it would wait forever.
 _RELEASE: Final = """
@@ -234,18 +243,30 @@ class PostgresGroupStore:
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried: those of one partition, in the order of their messages.
 
-        With ``keep_order`` also those that waited behind a dead letter that is gone: they are looked for once after
-        each ``state``, because that reads all that wait.
+        With ``keep_order`` without those for which one of their key in another partition goes first; and also those
+        that waited behind a dead letter that is gone: they are looked for once after each ``state``, because that reads
+        all that wait.
         """
         with self.transaction() as connection:
-            if keep_order and not self._released:
-                self._run(connection, _RELEASE, topics=list(topics))
-            rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
+            if keep_order:
+                if not self._released:
+                    self._run(connection, _RELEASE, topics=list(topics))
+                self._run(connection, BY_INDEX)
+            values = {"grp": self.group, "topics": list(topics), "most": most, "keep_order": keep_order}
+            query = self._retried_query()
+            rows = connection.execute(query, {**values, "alone": False}).fetchall()
+            if rows and all(row[-1] for row in rows):
+                # The one with the lowest id waits for none, and is not among them.
+                rows = connection.execute(query, {**values, "alone": True}).fetchall()
         self._released = True
         return [
             RetryRecord(number, (topic, part, offset), key, value, headers, time, reason, behind)
-            for number, topic, part, offset, key, value, headers, time, reason, behind in rows
+            for number, topic, part, offset, key, value, headers, time, reason, behind, waits in rows
+            if not waits
         ]
+
+    def _retried_query(self) -> sql.Composed:
+        return self._named(_RETRIED, elsewhere=self._named(ELSEWHERE, or_dead=sql.SQL("")))
 
     def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""

@@ -158,11 +158,11 @@ def test_what_is_behind_a_dead_letter_is_put_aside_as_it_is_read(bench, jobs_of_
     send(*[(0, "a", 6)] * 6, (1, "a", 7), (1, "c", 8))
     assert once() == (8, 1, 7)
     send(*[(0, "a", 6)] * 7, (1, "a", 7), (1, "c", 9))
-    with pytest.raises(EffectFailed, match=r"more than 7 .*max_dead"):
-        once()
+    with pytest.raises(EffectFailed, match=r"more than 0 .*max_dead"):
+        once(max_dead=0)
     assert bench.positions()[0] == 14
+    assert once() == (9, 1, 8)
     # With a new dead letter beside them, and what is behind that one; other types stay out of it.
-    assert once(max_dead=8)[2] == 7
     send((0, "a", 1), (0, "d", 13), (0, "d", 10), (0, "e", 11), (1, "d", 12))
     assert once()[1:] == (2, 3)
     assert [reason for part, at, reason in bench.rows(dead) if part == 0 and at > 20] == ["behind", "failed", "behind"]
@@ -172,6 +172,47 @@ def test_what_is_behind_a_dead_letter_is_put_aside_as_it_is_read(bench, jobs_of_
     bench.run("DELETE FROM consumer.dead_letters")
     send((0, "a", 14))
     assert once() == (1, 1, 0)
+
+
+@pytest.mark.parametrize("atomic", ["partition", "batch"])
+@pytest.mark.parametrize("where", ["driver", "executors", "transform"])
+def test_a_hot_key_behind_a_dead_letter_ends_no_job(bench, where, atomic):
+    """More of them than max_dead are stored in pieces, in the round of the dead letter and in later ones."""
+    transform = (lambda rows: rows.filter("n >= 0")) if where == "transform" else None
+    job = ConsumerJob(
+        "hot",
+        (bench.topic,),
+        SQL,
+        schema="n int",
+        setup=SETUP,
+        keep_order=True,
+        max_dead=7,
+        transform=transform,
+        atomic=atomic,
+    )
+
+    def send(*keys: tuple[str, int]) -> None:
+        bench.produce((numbered(value), key, part, ided()) for key, value in keys for part in (0, 1))
+
+    def once() -> tuple[int, int, int]:
+        totals = bench.once(job, driver_records=2_000 if where == "driver" else 0)
+        return totals.read, totals.applied, totals.dead
+
+    send(("free", 1), ("hot", 13), *[("hot", 2), ("free", 3)] * 20)
+    assert once() == (84, 42, 42)
+    send(*[("hot", 4)] * 20, ("free", 5))
+    assert once() == (42, 2, 40)
+    found = bench.rows("SELECT reason, count(*), count(DISTINCT message_offset) FROM consumer.dead_letters GROUP BY 1")
+    assert [(reason, number) for reason, number, _ in sorted(found)] in (
+        [("behind", 80), ("failed", 2)],
+        [("behind", 81), ("failed", 1)],
+    )
+    assert bench.rows("SELECT n, count(*) FROM seen GROUP BY n ORDER BY n") == [(1, 2), (3, 40), (5, 2)]
+    assert bench.rows("SELECT sum(applied), sum(dead) FROM consumer.offsets") == [(44, 82)]
+    # Those that fail of themselves end the job, however many others wait.
+    send(*[(f"k{number}", 13) for number in range(10)], *[("hot", 6)] * 20)
+    with pytest.raises(EffectFailed, match=r"more than 7 .*max_dead"):
+        once()
 
 
 def test_functions_run_in_executors(bench, jobs_of_spark):

@@ -49,8 +49,8 @@ SELECT d.id, d.grp, d.topic, d.topic_id, d.part, d.message_offset, d.message_id:
        d.last_failed_at,
        (SELECT count(*) FROM {dead_letters} AS other
          WHERE {same_key} AND other.reason = 'behind'
-           AND CASE WHEN other.part = d.part THEN other.message_offset > d.message_offset
-                    ELSE other.id > d.id END) AS behind_it,
+           AND CASE WHEN (other.part, other.topic_id) = (d.part, d.topic_id)
+                    THEN other.message_offset > d.message_offset ELSE other.id > d.id END) AS behind_it,
        CASE WHEN d.reason = 'behind' THEN (
            SELECT other.id FROM (SELECT d.*) AS letter, {dead_letters} AS other
             WHERE {earlier} ORDER BY other.id LIMIT 1) END AS waits_for

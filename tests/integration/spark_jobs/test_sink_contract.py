@@ -373,6 +373,15 @@ def test_a_dead_letter_goes_with_its_effect(database):
     assert database.store().retried(["t"], 10, keep_order=False) == []
 
 
+def test_the_driver_reads_how_far_the_group_is(database):
+    with database.sink.transaction("here", NO_INPUT, most=10) as into:
+        assert into.fence(PARTITION, Range(TOPIC_ID, 0, 5))
+        into.move(Move(PARTITION, Range(TOPIC_ID, 0, 5)))
+    here = database.store().stored(["t"])[PARTITION]
+    assert (here.topic_id, here.next_offset) == (TOPIC_ID, 5)
+    assert database.store().stored(["another"]) == {}
+
+
 def test_a_dead_letter_that_fails_again_stays(database):
     requests = letters(database, 3)
     with pytest.raises(RejectedRecords):

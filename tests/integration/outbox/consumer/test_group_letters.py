@@ -8,8 +8,9 @@ import threading
 from typing import Any
 
 import psycopg
+import pytest
 from consumer_group import event_id
-from group_sides import BAD, BEGIN, TOPIC, TOPIC_ID, Message, Side, bench, messages, side
+from group_sides import BAD, BEGIN, TOPIC, TOPIC_ID, Bench, Message, Side, bench, messages, side
 from writer_targets import round_trips
 
 from outbox.consumer.errors import Fenced
@@ -135,6 +136,46 @@ def test_a_key_that_has_moved_to_another_partition_waits_too(bench, side):
     bench.run("DELETE FROM consumer.dead_letters WHERE part = 1")
     side.retry()
     assert bench.numbers() == [2]
+
+
+def test_an_earlier_one_of_the_topic_as_it_was_before_goes_first(bench, side):
+    """The topic was created again, so its offsets begin at 0: they give no order with those of before."""
+    bury_and_wait(side)
+    bench.run("UPDATE consumer.dead_letters SET topic_id = 'before', message_offset = 500 WHERE message_offset = 5")
+    bench.run("UPDATE consumer.dead_letters SET reason = 'behind' WHERE message_offset = 6")
+    side.retry()
+    assert bench.numbers() == []
+    assert bench.letters() == [(500, "failed", "dead", 1), (6, "behind", "dead", 1), (7, "failed", "dead", 1)]
+    assert [one for one in retried(bench, side) if one != 3] == [1, 2]
+
+
+@pytest.mark.parametrize("parts", [(1, 0, 1, 0), (0, 1, 0, 1)])
+def test_a_key_that_has_moved_is_retried_in_its_order(bench, side, parts):
+    """Each partition begins with its own first one, and the key goes to and fro between two."""
+    for number, (key, part) in enumerate(zip(("m", "k", "k", "k"), parts, strict=True), 1):
+        side.bury(Message(number, BEGIN + (number - 1) // 2, part, of=key))
+    side.bury(Message(5, BEGIN + 2, parts[0]))
+    assert [one for one in retried(bench, side) if one != 1] == [2, 3, 4, 5]
+
+
+def test_what_waits_for_another_partition_hides_nothing_behind_it(bench, side):
+    """More than are tried together wait, and at the end of them is the first of all."""
+    side.bury(Message(1, BEGIN, part=1, of="m"))
+    side.bury(Message(2, BEGIN))
+    numbers = list(range(3, 15))
+    for number in numbers:
+        side.bury(Message(number, BEGIN + number - 2, part=1))
+    bench.run("UPDATE consumer.dead_letters SET message_offset = 100 WHERE message_key = 'm'")
+    assert [one for one in retried(bench, side) if one != 1] == [2, *numbers]
+
+
+def retried(bench: Bench, side: Side) -> list[int]:
+    """Retry all dead letters until none is left. Returns their numbers in the order in which they were applied."""
+    bench.run("UPDATE consumer.dead_letters SET state = 'retry'")
+    for _ in range(10):
+        side.retry()
+    assert bench.letters() == []
+    return [number for (number,) in bench.run("SELECT n FROM numbers ORDER BY ctid")]
 
 
 def test_an_older_claim_retries_nothing(bench, side):

@@ -80,6 +80,18 @@ def test_the_first_of_many_to_be_retried_is_found_at_once(crowded):
             assert rows(crowded) - before < 10
 
 
+@pytest.mark.parametrize(("part", "most_rows"), [(1, 3 * COUNT), (2, 500)])
+def test_what_goes_first_elsewhere_is_looked_for_once_for_each_key(crowded, part, most_rows):
+    """Of the first hundred to be retried, which have one key or a hundred."""
+    letters = Letters("consumer", "g")
+    with crowded.transaction(force_rollback=True):
+        letters.by_index(crowded)
+        crowded.execute("UPDATE consumer.dead_letters SET state = 'retry' WHERE part > 0")
+        before = rows(crowded)
+        assert letters.hold_back(crowded, ("orders", part), 100) == 0
+        assert rows(crowded) - before < most_rows
+
+
 def test_letters_that_others_add_are_seen(outbox_postgres, outbox_kafka, monkeypatch):
     """Of another member, as where a key has moved to another partition."""
     monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)

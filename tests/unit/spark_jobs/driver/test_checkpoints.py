@@ -10,12 +10,12 @@ import pytest
 
 from outbox.consumer.errors import JobError
 from spark_jobs.dedup.strategies import Dedup, Natural, OffsetsOnly
-from spark_jobs.driver.checkpoints import NOTHING, Batch, Stored, content_of, decide, planned_in
+from spark_jobs.driver.checkpoints import KEPT, NOTHING, Batch, Stored, content_of, decide, planned_in
 from spark_jobs.driver.stream_group import StreamGroup, StreamOptions
 from spark_jobs.errors import CheckpointConflict
 from spark_jobs.job import ConsumerJob
 
-HERE = Stored("q", 5, "five")
+HERE = Stored("q", 5, "five four three two")
 
 
 def batch(number: int, content: str, before: str | None, query: str = "q") -> Batch:
@@ -62,12 +62,35 @@ def test_what_can_not_be_known_is_refused_until_it_is_accepted(stored, one, why)
 
 
 def test_with_ids_an_older_checkpoint_repeats_what_is_known_and_leaves_nothing_out():
-    for number in (0, 3, 5):
-        assert decided(HERE, batch(number, "x", "y"), ids=True) == "apply"
+    for number, before in ((0, None), (3, "two"), (5, "four")):
+        assert decided(HERE, batch(number, "x", before), ids=True) == "apply"
     # Something is missing in these, which ids do not bring back.
     for one in (batch(6, "six", "other"), batch(7, "seven", "six")):
         with pytest.raises(CheckpointConflict):
             decided(HERE, one, ids=True, from_beginning=True)
+
+
+@pytest.mark.parametrize(("number", "before"), [(5, "other"), (4, "four"), (3, None), (2, "one")])
+def test_with_ids_a_copy_that_was_continued_elsewhere_may_have_read_further(number, before):
+    one = batch(number, "x", before)
+    with pytest.raises(CheckpointConflict, match=f"precedes this batch {number}.* continued elsewhere") as caught:
+        decided(HERE, one, ids=True, from_beginning=True)
+    assert decided(HERE, one, ids=True, accept=caught.value.state) == "accepted"
+
+
+def test_the_sink_keeps_what_precedes_its_batch():
+    assert batch(0, "zero", None).contents_after(None) == "zero"
+    assert batch(6, "six", "five").contents_after(HERE) == "six five four three two"
+    # An older copy, a new query, and what was accepted.
+    assert batch(4, "x", "three").contents_after(HERE) == "x three two"
+    for one in (batch(0, "x", None), batch(0, "x", None, "another"), batch(6, "x", "other"), batch(9, "x", "eight")):
+        assert one.contents_after(HERE) == "x"
+    stored = Stored("q", 0, "0")
+    for number in range(1, 2 * KEPT):
+        one = batch(number, str(number), str(number - 1))
+        assert decided(stored, one) == "apply"
+        stored = Stored("q", number, one.contents_after(stored))
+    assert stored.contents.split() == [str(number) for number in range(2 * KEPT - 1, KEPT - 1, -1)]
 
 
 def test_with_ids_a_new_checkpoint_has_to_begin_at_the_beginning():
