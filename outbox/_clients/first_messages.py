@@ -29,6 +29,9 @@ from typing import Final
 _KNOWN_SECONDS: Final = 60.0
 _MOST_KEYS: Final = 100_000
 
+Key = str | bytes | int
+"""A message's key, or its partition if the producer does not choose that."""
+
 
 @dataclass(slots=True)
 class _Topic:
@@ -43,13 +46,14 @@ class _Topic:
     since: float
     cold: set[int]
     sent: set[int] = field(default_factory=set)
-    keys: set[str] = field(default_factory=set)
+    keys: set[Key] = field(default_factory=set)
 
 
 class FirstMessages:
     """The partitions in which Kafka has acknowledged a message of one producer. ``partitioner`` is librdkafka's."""
 
     def __init__(self, partitioner: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._partitioner = partitioner
         self._hash = _HASHES[partitioner.removesuffix("_random")]
         self._clock = clock
         self._topics: dict[str, _Topic] = {}
@@ -67,22 +71,45 @@ class FirstMessages:
         """Begin with a topic of so many partitions, none of which has a message; with 0 if that is not known."""
         self._topics[topic] = _Topic(count, self._clock(), set(range(max(count, 1))))
 
-    def is_first(self, topic: str, key: str) -> bool:
+    def is_random(self, key: bytes | None) -> bool:
+        """Return whether librdkafka chooses a partition at random for a message with this key."""
+        without = key is None or (not key and self._partitioner == "consistent_random")
+        return self._partitioner == "random" or (without and self._partitioner.endswith("_random"))
+
+    def is_first(self, topic: str, key: Key) -> bool:
         """Return whether a message is the first in its partition, with none on its way. Call ``learn`` before."""
+        partition = self.cold(topic, key)
+        return partition is not None and partition not in self._topics[topic].sent
+
+    def cold(self, topic: str, key: Key) -> int | None:
+        """Return the partition of a message if none is acknowledged there. Call ``learn`` before."""
         known = self._topics[topic]
         if key in known.keys:
-            return False
+            return None
         partition = self._partition(known, key)
         if partition in known.cold:
-            return partition not in known.sent
+            return partition
         if len(known.keys) >= _MOST_KEYS:
             known.keys.clear()
         known.keys.add(key)
-        return False
+        return None
 
-    def sent(self, topic: str, key: str) -> None:
+    def is_on_its_way(self, topic: str, partition: int) -> bool:
+        """Return whether the first message of a partition was sent, and is not acknowledged."""
+        return topic in self._topics and partition in self._topics[topic].sent
+
+    def sent(self, topic: str, key: Key) -> None:
         known = self._topics[topic]
         known.sent.add(self._partition(known, key))
+
+    def arrived(self, topic: str, expected: int, partition: int) -> None:
+        """Record that one message is acknowledged, which was ``expected`` in a partition, and in which one it is."""
+        known = self._topics[topic]
+        if not known.count:
+            del self._topics[topic]
+            return
+        known.sent.discard(expected)
+        known.cold.discard(partition)
 
     def acknowledged(self) -> list[str]:
         """Record that all that was sent is acknowledged. Returns the topics whose partitions are still not known."""
@@ -92,8 +119,12 @@ class FirstMessages:
             known.sent.clear()
         return [topic for topic, known in self._topics.items() if not known.count]
 
-    def _partition(self, known: _Topic, key: str) -> int:
-        return self._hash(key.encode()) % known.count if known.count else 0
+    def _partition(self, known: _Topic, key: Key) -> int:
+        if not known.count:
+            return 0
+        if isinstance(key, int):
+            return key
+        return self._hash(key.encode() if isinstance(key, str) else key) % known.count
 
 
 def _murmur2(key: bytes) -> int:
@@ -120,6 +151,8 @@ def _fnv1a(key: bytes) -> int:
 
 
 _HASHES: Final[dict[str, Callable[[bytes], int]]] = {
+    # Not asked: see ``is_random``.
+    "random": lambda _: 0,
     "murmur2": _murmur2,
     "consistent": zlib.crc32,
     "fnv1a": _fnv1a,

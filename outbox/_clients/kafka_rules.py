@@ -99,3 +99,14 @@ def is_refusal(error: KafkaError) -> bool:
         Codes.GROUP_AUTHORIZATION_FAILED,
         Codes.CLUSTER_AUTHORIZATION_FAILED,
     }
+
+
+# librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
+_CLEAN_PART: Final = 0.8 * 0.9
+
+
+def clean_seconds(options: Mapping[str, Any]) -> float:
+    """Return how long a commit may take if librdkafka has surely sent it once: see relay/kafka/transactional.py."""
+    # Its defaults.
+    backoff_ms = min(int(options.get("retry.backoff.ms", 100)), int(options.get("retry.backoff.max.ms", 1000)))
+    return backoff_ms / 1000 * _CLEAN_PART

@@ -64,11 +64,15 @@ def client_options(
         # Positions of an open transaction are waited for, too.
         "isolation.level": "read_committed",
         "auto.offset.reset": "error",
+        # Positions pass the markers of transactions.
+        "enable.partition.eof": True,
         "partition.assignment.strategy": "range",
     }
     writing = {
         "transactional.id": f"{group}.{uuid.uuid4()}",
         "transaction.timeout.ms": int(transaction_seconds * 1000),
+        # What is acknowledged is told, too.
+        "delivery.report.only.error": False,
     }
     if taken := sorted((reading.keys() | writing.keys() | _IMPLIED) & kafka.keys()):
         raise ConfigurationError(f"kafka option {taken[0]} is set by the transformer itself: remove it")

@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
-from outbox._clients.kafka_rules import is_refusal
+from outbox._clients.kafka_rules import clean_seconds, is_refusal
 from outbox._clients.threads import within
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
+from outbox.transform._first_records import FirstRecords, NotAcknowledged
 from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress
+from outbox.transform._positions import answered, behind, moved, partition_of, place_of
 from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed
 from outbox.transform.records import Record, dead_letter
 
@@ -32,6 +34,7 @@ _PARTITIONS: Final = "partitions="
 _LONGEST_PAUSE: Final = 10.0
 _APART_SECONDS: Final = 60.0
 _REFUSAL_SECONDS: Final = 5.0
+_END_SECONDS: Final = 2.0
 # In addition to those of credentials and rights: they last until rights, settings or topics are changed.
 _REFUSALS: Final = frozenset(
     {
@@ -63,16 +66,19 @@ class Session:
         self._messages: list[Message] = []
         # From the assignment: messages read under it are committed under it, or refused.
         self._membership: Any = None
-        self._metadata: dict[tuple[str, int], str | None] = {}
+        self._committed: dict[Partition, TopicPartition] = {}
+        # How far partitions were read where that is beyond the messages.
+        self._ends: dict[Partition, int] = {}
         self._aborted = 0
         self._undelivered: list[tuple[Message, Record, KafkaError]] = []
         # The broker refuses a batch of records as a whole. Until this time each record is a batch of its own.
         self._apart_until: float | None = None
+        self._clean_seconds = clean_seconds(plan.producer)
         self._stuck = False
 
     def __enter__(self) -> Self:
         try:
-            self._producer = Producer(dict(self._plan.producer))
+            self._producer, self._firsts = Producer(dict(self._plan.producer)), self._first_records()
             self._consumer = Consumer(dict(self._plan.consumer))
         except KafkaException as error:
             raise ConfigurationError(f"kafka: {error.args[0].str()}") from error
@@ -102,7 +108,7 @@ class Session:
         )
         while not self._stop.is_set():
             self._read()
-            if self._messages:
+            if self._messages or self._ends:
                 self._write()
 
     # Reading
@@ -113,7 +119,10 @@ class Session:
         while len(self._messages) < self._progress.batch and not self._stop.is_set():
             message = self._consumer.poll(_POLL_SECONDS if until is None else max(until - time.monotonic(), 0.0))
             if message is not None and (error := message.error()) is not None:
-                self._refuse(error)
+                if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+                    self._ends[partition_of(message)] = message.offset() or 0
+                else:
+                    self._refuse(error)
             elif message is not None:
                 self._messages.append(checked(message))
                 until = until or time.monotonic() + self._plan.batch_seconds
@@ -163,19 +172,21 @@ class Session:
 
     def _revoked(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
         self._messages.clear()
+        self._ends.clear()
         self._membership = None
         consumer.unassign()
 
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
         positions = [TopicPartition(each.topic, each.partition) for each in partitions]
-        found = _answered(self._consumer.committed(positions, _SECONDS)) if positions else []
+        found = answered(self._consumer.committed(positions, _SECONDS)) if positions else []
         if begun := [self._beginning(position) for position in found if position.offset < 0]:
             found = [position for position in found if position.offset >= 0] + begun
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
-            _answered(self._consumer.commit(offsets=begun, asynchronous=False) or [])
-        self._metadata = {(position.topic, position.partition): position.metadata for position in found}
+            answered(self._consumer.commit(offsets=begun, asynchronous=False) or [])
+        self._committed = {(position.topic, position.partition): position for position in found}
+        self._ends.clear()
         self._consumer.assign(found)
 
     def _beginning(self, position: TopicPartition) -> TopicPartition:
@@ -198,7 +209,7 @@ class Session:
         """Return how many partitions a topic had when the group came to it."""
         count = len(self._consumer.list_topics(topic, _SECONDS).topics[topic].partitions)
         asked = [TopicPartition(topic, number) for number in range(count)]
-        positions = _answered(self._consumer.committed(asked, _SECONDS))
+        positions = answered(self._consumer.committed(asked, _SECONDS))
         known = [position.metadata or "" for position in positions if position.offset >= 0]
         counts = [int(text.removeprefix(_PARTITIONS)) for text in known if re.fullmatch(_PARTITIONS + r"\d+", text)]
         # Positions that other tools have set say nothing of it; but the group has been in the topic.
@@ -208,20 +219,30 @@ class Session:
 
     def _write(self) -> None:
         messages, self._messages = self._messages, []
+        positions = behind(messages, self._committed)
+        positions |= self._passed_markers(positions)
+        if not positions:
+            return
         # Of each partition the first message: those behind it wait as well.
-        first = {_partition_of(message): message.offset() or 0 for message in reversed(messages)}
+        first = {partition_of(message): message.offset() or 0 for message in reversed(messages)}
         for partition, offset in first.items():
             self._progress.watch.waits(partition, offset)
         self._undelivered.clear()
-        began = time.monotonic()
+        began = self._firsts.now = time.monotonic()
         self._producer.begin_transaction()
         try:
-            for message in messages:
-                self._produce(message)
-            positions = _behind(messages, self._metadata)
-            self._until_known(lambda: self._send_positions(positions))
+            try:
+                for message in messages:
+                    self._produce(message)
+            except NotAcknowledged:
+                # The transaction's own error says more, and shows only in its next step. It is not committed.
+                self._until_known(lambda: self._send_positions(list(positions.values())))
+                raise
+            self._until_known(lambda: self._send_positions(list(positions.values())))
             self._await_refusals()
-            self._until_known(lambda: self._producer.commit_transaction(_SECONDS))
+            ending = time.monotonic()
+            once = self._until_known(lambda: self._producer.commit_transaction(_SECONDS))
+            clean = once and time.monotonic() - ending < self._clean_seconds
         except KafkaException as error:
             self._give_up(messages, error, time.monotonic() - began)
         except BaseException:
@@ -229,13 +250,38 @@ class Session:
             raise
         else:
             self._aborted = 0
+            self._committed |= positions
             self._progress.watch.moved(first)
             self._progress.messages += len(messages)
-            self._progress.too_large.difference_update(map(_place_of, messages))
+            self._progress.too_large.difference_update(map(place_of, messages))
             self._progress.batch = min(2 * self._progress.batch, self._plan.batch)
             if self._apart_until is not None and time.monotonic() >= self._apart_until:
-                self._apart_until = None
+                self._apart_until, clean = None, False
+            if not clean:
                 self._replace_producer()
+
+    def _passed_markers(self, positions: Mapping[Partition, TopicPartition]) -> dict[Partition, TopicPartition]:
+        """Return the positions at the ends of what was read, where only transactions' markers are before them.
+
+        Otherwise retention could remove the marker at a position, which then looks like a loss.
+        """
+        if not self._ends:
+            return {}
+        ends, self._ends = self._ends, {}
+        known = {**self._committed, **positions}
+        ends = {at: end for at, end in ends.items() if end > known[at].offset}
+        asked = [TopicPartition(*at, OFFSET_END) for at in ends]
+        try:
+            found = self._consumer.offsets_for_times(asked, _END_SECONDS) if asked else []
+        except KafkaException as error:
+            # Behind the next messages it is asked again.
+            _logger.info("group %s can't ask where partitions end: %s", self._plan.group, error.args[0].str())
+            return {}
+        return {
+            at: moved(known[at], ends[at], now.leader_epoch)
+            for now in found
+            if now.error is None and now.offset >= ends[at := (now.topic, now.partition)]
+        }
 
     def _await_refusals(self) -> None:
         """Wait until the records are delivered or one is refused: the commit would wait 30 s for those behind it.
@@ -267,9 +313,10 @@ class Session:
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
             raise error
         _logger.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
-        self._progress.watch.failed({_partition_of(message) for message in messages}, inner.str())
+        self._progress.watch.failed({partition_of(message) for message in messages}, inner.str())
         pause(self._stop, self._aborted)
         self._aborted += 1
+        self._replace_producer()
         # It may still be a member: the next poll shows.
         self._go_to_committed(self._consumer.assignment())
 
@@ -289,10 +336,15 @@ class Session:
         return True
 
     def _replace_producer(self) -> None:
-        """Go on with a new producer: where records were refused, librdkafka misses them in the next transaction."""
+        """Go on with a new producer, whose epoch fences the former.
+
+        Where records were refused, librdkafka misses them in the next transaction. And where the request that ends a
+        transaction may have been sent twice, the second one can end a part of the next: see
+        relay/kafka/transactional.py.
+        """
         self._purge()
         apart = {} if self._apart_until is None else {"batch.num.messages": 1}
-        self._producer = Producer({**self._plan.producer, **apart})
+        self._producer, self._firsts = Producer({**self._plan.producer, **apart}), self._first_records()
         self._until_known(lambda: self._producer.init_transactions(_SECONDS))
 
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
@@ -318,28 +370,15 @@ class Session:
         except Exception as error:
             if self._plan.dead_letter_topic is None:
                 raise TransformFailed(message, error, "fix it or name a dead_letter_topic") from error
-            whole = _place_of(message) not in self._progress.too_large
+            whole = place_of(message) not in self._progress.too_large
             records = [dead_letter(self._plan.dead_letter_topic, message, error, whole=whole)]
         for record in records:
             self._send_record(message, record)
 
     def _send_record(self, message: Message, record: Record) -> None:
-        def delivered(error: KafkaError | None, _record: Message) -> None:
-            # What is purged was aborted with another one, whose error is the reason.
-            if error is not None and error.code() not in _PURGED:
-                self._undelivered.append((message, record, error))
-
-        more: dict[str, Any] = {} if record.partition is None else {"partition": record.partition}
         while True:
             try:
-                self._producer.produce(
-                    record.topic,
-                    record.value,
-                    record.key,
-                    headers=list(record.headers),
-                    on_delivery=delivered,
-                    **more,
-                )
+                self._send_once(message, record)
             except BufferError:
                 self._producer.poll(_POLL_SECONDS)
             except (TypeError, ValueError) as error:
@@ -356,9 +395,41 @@ class Session:
                 self._producer.poll(0)
                 return
 
+    def _send_once(self, message: Message, record: Record) -> None:
+        firsts = self._firsts
+        partition, cold = firsts.place(record)
+
+        def delivered(error: KafkaError | None, sent: Message) -> None:
+            if error is None:
+                if cold is not None:
+                    firsts.arrived(record.topic, cold, sent.partition() or 0)
+            # What is purged was aborted with another one, whose error is the reason.
+            elif error.code() not in _PURGED:
+                self._undelivered.append((message, record, error))
+
+        more: dict[str, Any] = {} if partition is None else {"partition": partition}
+        self._producer.produce(
+            record.topic, record.value, record.key, headers=list(record.headers), on_delivery=delivered, **more
+        )
+        if cold is not None:
+            firsts.sent(record.topic, cold)
+
+    def _first_records(self) -> FirstRecords:
+        return FirstRecords(
+            self._plan.producer["partitioner"],
+            self._partitions,
+            lambda: self._producer.flush(_POLL_SECONDS),
+            self._plan.transaction_seconds,
+        )
+
+    def _partitions(self, topic: str) -> tuple[int, list[int]]:
+        """Return how many partitions a topic has, 0 if that is not known, and which of them have a leader."""
+        found = self._producer.list_topics(topic, _SECONDS).topics[topic].partitions
+        return len(found), [number for number, one in found.items() if one.leader >= 0]
+
     def _cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
         """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""
-        place = _place_of(message)
+        place = place_of(message)
         if (
             record.topic != self._plan.dead_letter_topic
             or reason.code() not in _TOO_LARGE
@@ -387,10 +458,13 @@ class Session:
             text = f"send_offsets_to_transaction has not returned in {self._plan.transaction_seconds:g} s"
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text)) from None  # noqa: SLF001
 
-    def _until_known(self, step: Callable[[], object]) -> None:
+    def _until_known(self, step: Callable[[], object]) -> bool:
         """Take a step of the transaction. A time-out says nothing of its outcome: it is taken again until that is
         known, or until ``stop``; then the coordinator decides, and the next member reads what it has decided.
+
+        Returns whether it was taken once.
         """
+        once = True
         while True:
             try:
                 step()
@@ -398,8 +472,9 @@ class Session:
                 if not error.args[0].retriable() or self._stop.is_set():
                     raise
                 _logger.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
+                once = False
             else:
-                return
+                return once
 
     def _abort(self) -> None:
         try:
@@ -417,28 +492,3 @@ def is_refused(error: KafkaError) -> bool:
 def pause(stop: threading.Event, failures: int) -> None:
     """Wait, for longer after more failures, but at most until ``stop`` is set."""
     stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))
-
-
-def _answered(positions: list[TopicPartition]) -> list[TopicPartition]:
-    """Return the positions of an answer. Raises KafkaException if one has an error instead."""
-    for position in positions:
-        if position.error is not None:
-            raise KafkaException(position.error)
-    return positions
-
-
-def _partition_of(message: Message) -> Partition:
-    return message.topic() or "", message.partition() or 0
-
-
-def _place_of(message: Message) -> tuple[Partition, int]:
-    return _partition_of(message), message.offset() or 0
-
-
-def _behind(messages: Sequence[Message], metadata: Mapping[tuple[str, int], str | None]) -> list[TopicPartition]:
-    """Return the positions behind these messages, with the partitions' metadata."""
-    last = {_partition_of(message): message.offset() or 0 for message in messages}
-    return [
-        TopicPartition(topic, partition, offset + 1, metadata.get((topic, partition)) or "")
-        for (topic, partition), offset in last.items()
-    ]

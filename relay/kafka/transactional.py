@@ -51,6 +51,7 @@ from typing import Final
 
 from confluent_kafka import KafkaError, KafkaException
 
+from outbox._clients.kafka_rules import clean_seconds
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.marker import Marker
@@ -81,8 +82,6 @@ from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover, own_ids
 from relay.kafka.tracing import traced
 
-# librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
-_CLEAN_PART: Final = 0.8 * 0.9
 _INIT_SECONDS: Final = 10.0
 _ABORT_SECONDS: Final = 2.0
 
@@ -121,9 +120,7 @@ class TransactionalPublisher:
     ) -> None:
         self.sending = sending
         self._delivery_seconds = sending.delivery_seconds
-        options = sending.options
-        backoff_ms = min(int(options["retry.backoff.ms"]), int(options["retry.backoff.max.ms"]))
-        self._clean_seconds = backoff_ms / 1000 * _CLEAN_PART
+        self._clean_seconds = clean_seconds(sending.options)
         self._base_id = base_id
         self._takeover = takeover
         self._lane_count = lane_count

@@ -47,8 +47,20 @@ class Place:
         # Kept: tests ask again and again, and to make a client takes far more processor time than to ask.
         self._reader = Consumer({**self.options, "group.id": self.group, "isolation.level": "read_uncommitted"})
 
-    def feed(self, numbers: range, *, bad: int | None = None, partition: int | None = None) -> None:
-        producer = Producer({**self.options, "enable.idempotence": True})
+    def feed(
+        self,
+        numbers: range,
+        *,
+        bad: int | None = None,
+        partition: int | None = None,
+        transactional: bool = False,
+        commit: bool = True,
+    ) -> None:
+        in_transaction = {"transactional.id": self.kafka.name("feed")} if transactional else {}
+        producer = Producer({**self.options, "enable.idempotence": True, **in_transaction})
+        if transactional:
+            producer.init_transactions(60)
+            producer.begin_transaction()
         more = {} if partition is None else {"partition": partition}
 
         def sent(number: int) -> Callable[[Any, Message], None]:
@@ -59,6 +71,10 @@ class Place:
             producer.produce(self.source, value, f"k{number % KEYS}".encode(), on_delivery=sent(number), **more)
             producer.poll(0)
         assert producer.flush(60) == 0
+        if transactional and commit:
+            producer.commit_transaction(60)
+        elif transactional:
+            producer.abort_transaction(60)
 
     def member(self, transform: Callable[[Message], Any], **options: Any) -> Transformer:
         return Transformer(transform, topics=[self.source], group=self.group, kafka=self.options, **options)
@@ -86,6 +102,10 @@ class Place:
                 return []
 
         return sum(max(place.offset, 0) for place in wait_until(known, 60, "the group's positions"))
+
+    def positions(self) -> list[TopicPartition]:
+        """Each partition's position, with what was committed with it."""
+        return self._reader.committed([TopicPartition(self.source, number) for number in range(self.partitions)], 30)
 
     def close(self) -> None:
         self._reader.close()

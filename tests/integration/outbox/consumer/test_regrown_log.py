@@ -5,16 +5,20 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from inbox_support import Log
 from offsets_driver import GROUP, Driver
+from support import wait_until
+from transform_support import Place, copied, running
 
 from outbox.consumer.errors import DataLost
 from outbox.inbox.errors import PositionLost
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
+from outbox.transform import InputLost
 
 
 class Broker:
@@ -97,6 +101,27 @@ def test_a_log_that_was_cut_and_grew_again_halts_the_group_as_a_loss(outbox_post
         losses = "SELECT kind, first_offset, end_offset, accepted_at FROM consumer.losses WHERE topic = %s"
         assert log.run(losses, log.topic) == [("cut", 21, 42, None)]
         assert log.positions() == {0: 42}
+
+
+@pytest.mark.parametrize("transactional", [False, True], ids=["messages", "markers"])
+def test_a_transformer_does_not_jump_over_what_a_log_has_now_before_its_position(broker, transactional):
+    """Also where markers of transactions are before the position, and the last message's leader does not know them."""
+    with Topics(broker.server.bootstrap_servers) as topics, closing(Place(topics, 1)) as place:
+
+        def reads(numbers: range, end: int) -> None:
+            place.feed(numbers, transactional=transactional)
+            with running(place.member(copied(place))):
+                wait_until(lambda: place.position() == end + transactional * end // 20, 60, "the position")
+
+        reads(range(20), 20)
+        broker.copy(place.source)
+        # Another epoch alone is no loss.
+        reads(range(20, 40), 40)
+        broker.lose(place.source)
+        place.feed(range(40, 120), transactional=transactional)
+        with pytest.raises(InputLost, match="truncation"):
+            place.member(copied(place)).run()
+        assert place.position() == 40 + 2 * transactional
 
 
 def member_reads(log: Log, end: int) -> None:

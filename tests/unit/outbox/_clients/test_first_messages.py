@@ -57,3 +57,37 @@ def test_keys_are_hashed_once_and_not_remembered_without_end(monkeypatch):
     # Others push these out.
     assert not any(first.is_first(TOPIC, key) for key in "dea")
     assert len(hashed) == 6
+
+
+def test_one_acknowledgement_says_where_a_message_has_arrived():
+    first = FirstMessages("murmur2_random")
+    first.learn(TOPIC, 3)
+    # Keys are partitions where those are given.
+    first.sent(TOPIC, 0)
+    first.sent(TOPIC, 1)
+    assert first.is_on_its_way(TOPIC, 0)
+    first.arrived(TOPIC, 0, 2)
+    # Another one than was expected: nothing is known of the one.
+    assert [first.cold(TOPIC, partition) for partition in range(3)] == [0, 1, None]
+    assert [first.is_first(TOPIC, partition) for partition in range(3)] == [True, False, False]
+    first.learn(TOPIC, 0)
+    first.sent(TOPIC, 7)
+    first.arrived(TOPIC, 0, 2)
+    assert not first.is_known(TOPIC)
+    assert not first.is_on_its_way(TOPIC, 0)
+
+
+def test_which_keys_are_in_random_partitions():
+    random = {name: [FirstMessages(name).is_random(key) for key in (None, b"", b"k")] for name in PARTITIONERS}
+    assert random == PARTITIONERS
+
+
+PARTITIONERS = {
+    "random": [True, True, True],
+    "consistent": [False, False, False],
+    "consistent_random": [True, True, False],
+    "murmur2": [False, False, False],
+    "murmur2_random": [True, False, False],
+    "fnv1a": [False, False, False],
+    "fnv1a_random": [True, False, False],
+}

@@ -1,0 +1,142 @@
+"""Which positions a transformer commits behind transactions' markers, and when its producer is used again."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import TopicPartition
+from kafka_proxy import END_TXN, delay_request
+from support import wait_until
+from transform_support import Place, copied, place, running
+
+from outbox.testing.fixtures import Topics
+from outbox.transform import Record, _session
+from outbox.transform._session import Session
+
+__all__ = ["place"]
+
+
+@pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
+def test_a_position_passes_the_markers_of_transactions(outbox_kafka, commit):
+    """Retention may delete up to a marker: a position at it would look like a loss."""
+    with closing(Place(outbox_kafka, 2)) as place:
+        place.feed(range(5), partition=0, transactional=True)
+        member = place.member(copied(place), start="latest")
+        with running(member):
+            wait_until(lambda: place.position() == 6, 60, "the beginning")
+            place.feed(range(5, 10), partition=0, transactional=True)
+            place.feed(range(10, 15), partition=1, transactional=True, commit=commit)
+            wait_until(lambda: [each.offset for each in place.positions()] == [12, 6], 60, "the markers to be passed")
+        assert member.committed == (10 if commit else 5)
+        # What the group knows of the topic is kept, and the leader by whose epoch a cut log is found.
+        assert [each.metadata for each in place.positions()] == ["partitions=2"] * 2
+        assert all(each.leader_epoch is not None for each in place.positions())
+        # A client that is gone answers never.
+        admin = AdminClient(place.options)
+        deleted = admin.delete_records(place.positions())
+        assert [each.result(60).low_watermark for each in deleted.values()] == [12, 6]
+        place.feed(range(15, 20), partition=0, transactional=True)
+        later = place.member(copied(place), start="latest")
+        with running(later):
+            wait_until(lambda: later.committed == 5, 60, "what came later")
+        assert sum(map(len, place.come(member.committed + 5).values())) == member.committed + 5
+
+
+def test_markers_are_passed_beside_the_messages_of_other_partitions(outbox_kafka, monkeypatch):
+    """A member that is never idle passes them, too, and where no leader answers it goes on."""
+    with closing(Place(outbox_kafka, 2)) as place:
+        place.feed(range(5), partition=0, transactional=True)
+        fed = threading.Event()
+
+        def transform(message: Message) -> Iterator[Record]:
+            if message.partition() == 1 and not fed.wait(0.02):
+                place.feed(range(100, 103), partition=1)
+            yield Record(place.target, message.key(), message.value())
+
+        place.feed(range(10, 20), partition=1)
+        member = place.member(transform, batch=2)
+        with running(member):
+            wait_until(lambda: place.positions()[0].offset == 6, 60, "the marker to be passed")
+            fed.set()
+            monkeypatch.setattr(_session, "_END_SECONDS", 0.0)
+            place.feed(range(5, 10), partition=0, transactional=True)
+            wait_until(lambda: place.positions()[0].offset >= 11, 60, "the messages")
+
+
+@pytest.fixture
+def producers(monkeypatch) -> list[dict[str, Any]]:
+    """The options of the producers that were made."""
+    made: list[dict[str, Any]] = []
+
+    def watched(options: dict[str, Any]) -> Producer:
+        made.append(options)
+        return Producer(options)
+
+    monkeypatch.setattr(_session, "Producer", watched)
+    return made
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.0, 4), (3600.0, 1)])
+def test_a_producer_is_used_again_only_after_a_commit_that_was_sent_once(place, producers, monkeypatch, seconds, most):
+    monkeypatch.setattr(_session, "clean_seconds", lambda _options: seconds)
+    place.feed(range(3), partition=0)
+    member = place.member(copied(place), batch=1)
+    with running(member):
+        wait_until(lambda: member.committed == 3, 60, "the end")
+    assert len(producers) == most
+    assert place.come(3) == {f"k{n}": [n] for n in range(3)}
+
+
+def test_nor_after_one_that_was_asked_for_again_or_an_abort(place, producers, monkeypatch):
+    monkeypatch.setattr(_session, "clean_seconds", lambda _options: 3600.0)
+    until_known, send = Session._until_known, Session._send_positions
+    steps: list[str] = []
+
+    def twice(session: Session, step: Any) -> bool:
+        return until_known(session, step) and len(steps) != 1
+
+    def fails_once(session: Session, positions: list[TopicPartition]) -> None:
+        steps.append("")
+        if len(steps) == 2:
+            raise KafkaException(KafkaError(KafkaError._FAIL, "no luck", False, False, True))
+        send(session, positions)
+
+    monkeypatch.setattr(Session, "_until_known", twice)
+    monkeypatch.setattr(Session, "_send_positions", fails_once)
+    place.feed(range(2), partition=0)
+    member = place.member(copied(place), batch=1)
+    with running(member):
+        wait_until(lambda: member.committed == 2, 60, "the end")
+    assert len(producers) == 3
+
+
+def test_a_commit_that_arrives_late_ends_no_part_of_the_next_transaction(mortal_network):
+    """The first request was lost with its connection, and librdkafka has sent it again."""
+    cluster, proxy = mortal_network
+    with Topics(cluster.bootstrap_servers) as topics, closing(Place(topics, 1)) as place:
+        place.feed(range(20))
+        released: list[Any] = []
+
+        def transform(message: Message) -> Iterator[Record]:
+            if message.offset() == 15 and not released:
+                # By now the first records of this transaction are on the broker.
+                time.sleep(0.5)
+                released.extend(proxy.release())
+            yield Record(place.target, b"k", message.value())
+
+        proxy.on(END_TXN, delay_request())
+        place.options["bootstrap.servers"] = proxy.address
+        member = place.member(transform, batch=10, batch_seconds=30.0)
+        with running(member):
+            wait_until(lambda: member.committed == 20, 60, "the end")
+        assert len(released) == 1
+        place.kafka.await_transactions([place.target])
+        assert [json.loads(message.value())["n"] for message in topics.consume(place.target)] == list(range(20))
