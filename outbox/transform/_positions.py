@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from confluent_kafka import KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaException, Message, TopicPartition
 
+from outbox._clients.kafka_rules import cut_logs
 from outbox.consumer.model import Partition
+from outbox.transform.errors import InputLost
 
 
 def answered(positions: list[TopicPartition]) -> list[TopicPartition]:
@@ -47,3 +51,31 @@ def moved(position: TopicPartition, offset: int, leader_epoch: int | None) -> To
         position.metadata or "",
         -1 if leader_epoch is None else leader_epoch,
     )
+
+
+def require_whole(
+    consumer: Consumer,
+    positions: Sequence[TopicPartition],
+    options: Mapping[str, Any],
+    seconds: float,
+    logger: logging.Logger,
+) -> None:
+    """Raise InputLost if a log was cut before a position, however long it is again.
+
+    librdkafka compares a position's epoch when it hears of another leader, and not with the leader that it begins with.
+    """
+    with_epoch = [each for each in positions if each.leader_epoch is not None]  # type: ignore[redundant-expr]
+    known = {(each.topic, each.partition): each for each in with_epoch}
+    asked = [TopicPartition(*at, OFFSET_END) for at in known]
+    ends = answered(consumer.offsets_for_times(asked, seconds)) if asked else []
+    doubtful = {
+        at: (known[at].offset, known[at].leader_epoch)
+        for end in ends
+        if end.leader_epoch != known[at := (end.topic, end.partition)].leader_epoch
+    }
+    for (topic, partition), cut in (cut_logs(options, doubtful, seconds, logger) if doubtful else {}).items():
+        raise InputLost(
+            f"group {options['group.id']!r} has read {topic}-{partition} up to {known[topic, partition].offset}, and "
+            f"of what was there Kafka's log has only the part before {cut}: it was cut. Nothing was skipped: see what "
+            "is lost, and set the group's offsets by hand"
+        )

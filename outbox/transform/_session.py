@@ -21,7 +21,7 @@ from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
 from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress
-from outbox.transform._positions import answered, behind, moved, partition_of, place_of
+from outbox.transform._positions import answered, behind, moved, partition_of, place_of, require_whole
 from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed
 from outbox.transform.records import Record, dead_letter
 
@@ -185,6 +185,7 @@ class Session:
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
             answered(self._consumer.commit(offsets=begun, asynchronous=False) or [])
+        require_whole(self._consumer, found, self._plan.consumer, _SECONDS, _logger)
         self._committed = {(position.topic, position.partition): position for position in found}
         self._ends.clear()
         self._consumer.assign(found)
