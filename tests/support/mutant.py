@@ -17,7 +17,8 @@ from typing import Any
 
 from outbox._app import migrate
 from outbox.external.caller import Caller
-from outbox.transform._session import Session, _behind
+from outbox.transform._positions import behind
+from outbox.transform._session import Session
 from relay.cli import main
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
@@ -143,7 +144,7 @@ def positions_first() -> None:
     real = Session._write
 
     def write(self: Any) -> None:
-        self._consumer.commit(offsets=_behind(self._messages, self._metadata), asynchronous=False)
+        self._consumer.commit(offsets=list(behind(self._messages, self._committed).values()), asynchronous=False)
         # As long as a transform may take.
         time.sleep(0.2)
         real(self)
