@@ -13,6 +13,7 @@ from support import MUTANT, drained, end_leases, ends, halted, owners, wait_unti
 
 from outbox import Event
 from outbox._app import migrate as db
+from relay.wal.lane_hash import lane_of
 
 
 class Rig:
@@ -42,9 +43,13 @@ class Rig:
         sleeper.resume()
         return sleeper, other
 
-    def write(self, count: int) -> None:
-        """Write events of four keys."""
-        write(self.url, (Event(self._kind, "abcd"[number % 4], "Written", {"n": number}) for number in range(count)))
+    def write(self, count: int, lanes: int = 1) -> None:
+        """Write events of four keys, of as many in each lane."""
+        by_lane = [
+            [key for key in map(str, range(100)) if lane_of(self._kind, key, lanes) == at] for at in range(lanes)
+        ]
+        keys = [key for same in zip(*by_lane, strict=False) for key in same]
+        write(self.url, (Event(self._kind, keys[number % 4], "Written", {"n": number}) for number in range(count)))
 
     def steps(self) -> list[traces.Line]:
         return traces.load(self._file)
@@ -96,7 +101,7 @@ def test_exactly_once_a_relay_that_sleeps_before_its_commit(rig):
 
 def test_exactly_once_two_lanes_of_a_relay_that_is_killed_after_its_commit(rig):
     db.change_lanes(rig.url, 2)
-    rig.write(8)
+    rig.write(8, lanes=2)
     killed = rig.start("killed", "exactly-once", "txn.committed=kill@2")
     assert killed.wait() == -9
     end_leases(rig.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from types import SimpleNamespace
 from uuid import UUID
 
 import psycopg
@@ -191,7 +192,9 @@ def test_it_is_turned_on_and_off_while_others_write(outbox_postgres, monkeypatch
             turn_on(admin, "outbox", None)
         put(writer, "outbox.events")
         # Between two tries another one writes, and the first comes to its end.
-        monkeypatch.setattr(db.time, "sleep", lambda _: (put(admin, "outbox.events"), writer.commit()))
+        # Only the module's own pause: time.sleep itself is also called by other threads of this process.
+        pause = SimpleNamespace(sleep=lambda _: (put(admin, "outbox.events"), writer.commit()))
+        monkeypatch.setattr(db, "time", pause)
         url = f"{outbox_postgres.url}?options=-cstatement_timeout%3D20s"
         done = CliRunner().invoke(app, ["db", "ledger", word], env={"OUTBOX_DATABASE_URL": url})
     assert (done.exit_code, done.stdout) == (0, f"schema outbox: the ledger is {word}\n"), done.output
