@@ -397,7 +397,7 @@ def outbox_postgres(
     """The fixture of the test kit, but one connection makes and drops the databases of all tests: another one for each
     is a third of what it takes.
     """
-    from outbox.sandbox.postgres import PostgresServer
+    from outbox.sandbox.postgres import PostgresServer, drop_database_over
     from outbox.testing.fixtures import Database, token
 
     name = f"outbox_test_{token()}"
@@ -406,11 +406,7 @@ def outbox_postgres(
     _maintenance.execute(f"CREATE DATABASE {name} TEMPLATE {_outbox_template}{strategy}")
     with Database(outbox_postgres_server.url(name), name) as database:
         yield database
-    _maintenance.execute(
-        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s AND NOT active",
-        (name,),
-    )
-    _maintenance.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+    drop_database_over(_maintenance, name)
 
 
 @pytest.fixture(scope="session")

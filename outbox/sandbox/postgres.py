@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 from urllib.parse import quote
 
 import psycopg
@@ -347,13 +347,17 @@ def create_database(server_url: str, name: str, template: str | None = None, *, 
 
 def drop_database(server_url: str, name: str) -> None:
     """Drop a database of the server of ``server_url`` if it exists, ending its connections and its slots."""
-    statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
     with psycopg.connect(server_url, autocommit=True) as connection:
-        # FORCE does not drop the slots, and Postgres refuses to drop a database that has one. Its reader may have ended
-        # a moment ago.
-        for slots in (
-            "SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots WHERE database = %s AND active",
-            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s AND NOT active",
-        ):
-            connection.execute(slots, (name,))
-        connection.execute(statement)
+        drop_database_over(connection, name)
+
+
+def drop_database_over(connection: psycopg.Connection[Any], name: str) -> None:
+    """Do as drop_database over a connection to another database of the server, in autocommit."""
+    # FORCE does not drop the slots, and Postgres refuses to drop a database that has one. Its reader may have ended a
+    # moment ago.
+    for slots in (
+        "SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots WHERE database = %s AND active",
+        "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s AND NOT active",
+    ):
+        connection.execute(slots, (name,))
+    connection.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
