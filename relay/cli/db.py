@@ -242,7 +242,10 @@ def roles(
         ),
     ] = None,
     database_url: DatabaseUrl = None,
-    schema: _Schema = None,
+    schema: Annotated[
+        str | None,
+        typer.Option(help="OUTBOX_SCHEMA; for kinds in the consumers' schema OUTBOX_CONSUMER_SCHEMA"),
+    ] = None,
     wal: Annotated[
         bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE")
     ] = None,
@@ -261,15 +264,15 @@ def roles(
 
     settings = load(database_url=database_url)
     chosen = [_role(item) for item in which or ()] or [(kind, kind.default_role) for kind in USUAL]
-    statements = list(
-        grants(
-            chosen,
-            _schema_of(settings, schema, consumer=False),
-            settings.consumer_schema,
-            wal=settings.source is SourceKind.WAL if wal is None else wal,
+    if schema is not None and len({kind.of_sink for kind, _ in chosen}) > 1:
+        raise ConfigurationError(
+            f"--schema {schema}: these kinds have rights in two schemas; run it for each, or set OUTBOX_SCHEMA and "
+            "OUTBOX_CONSUMER_SCHEMA"
         )
-    )
-    limited = list(limits(chosen, _schema_of(settings, schema, consumer=False), _limits(aggregate_type or ())))
+    outbox_schema, consumer_schema = (_schema_of(settings, schema, consumer) for consumer in (False, True))
+    wal = settings.source is SourceKind.WAL if wal is None else wal
+    statements = list(grants(chosen, outbox_schema, consumer_schema, wal=wal))
+    limited = list(limits(chosen, outbox_schema, _limits(aggregate_type or ())))
     # Whoever executes them has a search path of its own. A running service never sees a REVOKE without its GRANT.
     in_one = ("BEGIN", *statements, "COMMIT")
     for statement in ("SET search_path = pg_catalog", *limited, *in_one, "RESET search_path"):

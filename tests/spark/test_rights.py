@@ -16,7 +16,7 @@ from bench import Bench, ided
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from psycopg import sql
-from rows_and_roles import drop_role
+from rows_and_roles import drop_role, outbox
 from support import close_connections, wait_until
 from uuid_utils.compat import uuid7
 
@@ -35,18 +35,18 @@ class Desk:
 
     def __init__(self, bench: Bench, role: str) -> None:
         self.bench = bench
-        self._owner = bench.database.url
+        self.owner = bench.database.url
         self.as_owner(bench.job.setup)
         self.as_owner(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
         self.bench.command("db", "roles", f"consumer={role}", "--apply")
         self.as_owner(
             sql.SQL("GRANT SELECT, INSERT, UPDATE, DELETE ON order_totals TO {}").format(sql.Identifier(role))
         )
-        bench.database = SimpleNamespace(url=self._owner.replace("postgres@", f"{role}@"))
+        bench.database = SimpleNamespace(url=self.owner.replace("postgres@", f"{role}@"))
         assert bench.rows("SELECT current_user::text") == [(role,)]
 
     def as_owner(self, statements: Any) -> None:
-        with psycopg.connect(self._owner) as connection:
+        with psycopg.connect(self.owner) as connection:
             connection.execute(statements)
 
     def dead(self) -> list[tuple[Any, ...]]:
@@ -168,3 +168,34 @@ def test_a_whole_round_in_one_transaction_makes_tables(bench: Bench, desk: Desk)
     bench.send("a", 2)
     assert bench.once(job).applied == 1
     assert bench.totals()["a"] == (20, 2, 2, 0, "s2")
+
+
+TEAM = "Team B"
+
+
+def test_a_whole_job_in_the_schema_of_a_team(bench: Bench, desk: Desk):
+    """Each way of a round, dead letters and expired ids, by a role that reaches no other consumers' schema."""
+    [(role,)] = bench.rows("SELECT current_user::text")
+    outbox(desk.owner, "db", "upgrade", "--consumer", "--schema", TEAM)
+    outbox(desk.owner, "db", "roles", f"consumer={role}", "--schema", TEAM, "--apply")
+    names = sql.Identifier(TEAM), sql.Identifier(role)
+    desk.as_owner(sql.SQL("GRANT CREATE ON SCHEMA {} TO {}").format(*names))
+    desk.as_owner(sql.SQL("REVOKE USAGE ON SCHEMA consumer FROM {}").format(names[1]))
+    job = replace(bench.job, setup=None, keep_order=True)
+    whole = replace(job, keep_order=False, atomic="batch", transform=lambda rows: rows.repartition(2))
+    for name, made, here in (("driver", job, 2_000), ("executors", job, 0), ("batch", whole, 0)):
+        known = bench.send(name, 1)
+        bench.send(name, 1, event_id=known)
+        bench.send_raw(b"no JSON", ided(), name)
+        totals = bench.once(made, schema=TEAM, driver_records=here)
+        assert (totals.applied, totals.duplicates, totals.dead) == (1, 1, 1), name
+    offsets = f'SELECT count(*) FROM "{TEAM}".offsets WHERE grp = %s AND next_offset > 0'
+    letters = f'SELECT state FROM "{TEAM}".dead_letters'
+    with psycopg.connect(desk.owner) as connection:
+        assert connection.execute(offsets, (job.group,)).fetchone() != (0,)
+        for table in ("groups", "offsets", "processed_messages", "dead_letters"):
+            assert connection.execute(f"SELECT count(*) FROM consumer.{table}").fetchone() == (0,)
+    assert bench.rows(letters) == [("dead",)] * 3
+    outbox(bench.database.url, *("dead-letters", "retry", "--side", "consumer", "--all"), consumer_schema=TEAM)
+    assert bench.once(job, schema=TEAM).applied == 0
+    assert bench.rows(letters) == [("dead",)] * 3

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from uuid import uuid4
 
 import psycopg
+import pytest
 from psycopg import sql
 from support import wait_until
+from typer.testing import CliRunner
+
+from outbox.consumer import connections
+from relay.cli.app import app
+from relay.operations.roles import RoleKind
 
 NOW = dt.datetime.now(dt.UTC)
 _OF_LANE = {"lane": 0, "id": 1}
@@ -99,3 +105,44 @@ def drop_role(admin: psycopg.Connection[Any], role: str) -> None:
         return True
 
     wait_until(dropped, what=f"{role} to be dropped")
+
+
+class Roles:
+    """Roles of a database that may log in; ``of`` makes one of a kind with its grants, and returns its address."""
+
+    def __init__(self, database: Any, stack: ExitStack) -> None:
+        self.url = database.url
+        self.admin = database.connect(autocommit=True)
+        self._stack = stack
+
+    def make(self, kind: str) -> str:
+        return self._stack.enter_context(login_role(self.admin, kind))
+
+    def of(self, kind: RoleKind, *options: str) -> str:
+        role = self.make(kind)
+        # Twice: what is granted may be granted again.
+        for _ in range(2):
+            outbox(self.url, "db", "roles", f"{kind}={role}", "--apply", *options)
+        return self.url.replace("postgres@", f"{role}@")
+
+
+@pytest.fixture
+def roles(outbox_postgres) -> Iterator[Roles]:
+    with ExitStack() as stack:
+        yield Roles(outbox_postgres, stack)
+        connections.close_all()
+
+
+def outbox(url: str, *arguments: str, status: int = 0, **settings: str) -> str:
+    """Run a command as the user in the URL; return what it printed."""
+    environment = {"OUTBOX_DATABASE_URL": url} | {f"OUTBOX_{name.upper()}": value for name, value in settings.items()}
+    done = CliRunner().invoke(app, arguments, env=environment)
+    assert done.exit_code == status, (done.output, done.exception)
+    return done.output
+
+
+def refused(url: str, *statements: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        for statement in statements:
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(statement)

@@ -6,8 +6,6 @@ import datetime as dt
 import json
 import re
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +15,13 @@ import sqlalchemy as sa
 from external_support import Sink, payments, provider
 from psycopg import sql
 from psycopg.types.json import Jsonb
-from rows_and_roles import login_role, put
+from rows_and_roles import Roles, outbox, put, refused, roles
 from sqlalchemy.orm import Session
 from support import order, wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox import Event, Outbox
-from outbox.consumer import connections
 from outbox.external.caller import Caller
 from outbox.testing.fixtures import token
 from outbox.urls import sqlalchemy_url
@@ -34,52 +31,11 @@ from relay.cli.app import app
 from relay.config import load
 from relay.operations.roles import RoleKind
 
-__all__ = ["order", "provider"]
+__all__ = ["order", "provider", "roles"]
 
 SECRET = "4929-secret"
 AUDITORS = (RoleKind.OPERATOR, RoleKind.CONSUMER, RoleKind.CONSUMER_OPERATOR, RoleKind.EXTERNAL)
 """The kinds that may write into the audit of their schema."""
-
-
-class Roles:
-    """Roles of a database that may log in; ``of`` makes one of a kind with its grants, and returns its address."""
-
-    def __init__(self, database: Any, stack: ExitStack) -> None:
-        self.url = database.url
-        self.admin = database.connect(autocommit=True)
-        self._stack = stack
-
-    def make(self, kind: str) -> str:
-        return self._stack.enter_context(login_role(self.admin, kind))
-
-    def of(self, kind: RoleKind, *options: str) -> str:
-        role = self.make(kind)
-        # Twice: what is granted may be granted again.
-        for _ in range(2):
-            outbox(self.url, "db", "roles", f"{kind}={role}", "--apply", *options)
-        return self.url.replace("postgres@", f"{role}@")
-
-
-@pytest.fixture
-def roles(outbox_postgres) -> Iterator[Roles]:
-    with ExitStack() as stack:
-        yield Roles(outbox_postgres, stack)
-        connections.close_all()
-
-
-def outbox(url: str, *arguments: str, status: int = 0, **settings: str) -> str:
-    """Run a command as the user in the URL; return what it printed."""
-    environment = {"OUTBOX_DATABASE_URL": url} | {f"OUTBOX_{name.upper()}": value for name, value in settings.items()}
-    done = CliRunner().invoke(app, arguments, env=environment)
-    assert done.exit_code == status, (done.output, done.exception)
-    return done.output
-
-
-def refused(url: str, *statements: str) -> None:
-    with psycopg.connect(url, autocommit=True) as connection:
-        for statement in statements:
-            with pytest.raises(psycopg.errors.InsufficientPrivilege):
-                connection.execute(statement)
 
 
 def bury(admin: psycopg.Connection[Any], count: int) -> list[uuid.UUID]:

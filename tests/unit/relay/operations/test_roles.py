@@ -57,6 +57,10 @@ def test_the_columns_of_a_kind_are_all_but_these(kind: RoleKind, table: str, lef
         (["writer=a", "--aggregate-type", "a="], "must be ROLE=TYPE"),
         (["writer=a", "--aggregate-type", "b=Order"], "name writer=b as well"),
         (["writer=a", "relay=a", "--aggregate-type", "a=Order"], "no other kind of the outbox's schema but canceller"),
+        (
+            ["writer=a", "consumer=b", "--schema", "s"],
+            "these kinds have rights in two schemas; run it for each",
+        ),
         (["writer=public", "--aggregate-type", "public=Order"], "public means every role"),
         (["writer=rights decide", "--aggregate-type", "rights decide=Order"], "can't be limited"),
     ],
