@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape
 
+from outbox.sandbox._dirs import User, hand_over, identity, make_directory
 from outbox.sandbox._process import Detached, Supervised
 from outbox.sandbox.errors import StartFailed
 
@@ -56,14 +57,14 @@ class Node:
     controller_port: int
 
 
-Runtime = tuple[Path, str]
-"""The Java program and the class path."""
+Runtime = tuple[Path, str, User | None]
+"""The Java program, the class path, and the account that runs them; None: ours."""
 
 
 class Broker:
     """A node that is broker and controller at once, in a directory of its own.
 
-    runtime     returns the Java program and class path; called only when needed, as it may download them.
+    runtime     returns what runs; called only when needed, as it may download the jars.
     heap        the value of -Xmx.
     temporary   the directory that is removed when we die, together with the broker. None: it outlives this process.
     """
@@ -86,7 +87,7 @@ class Broker:
 
     @property
     def log(self) -> Path:
-        return self.directory / "server.log"
+        return self.directory / "logs" / "server.log"
 
     @property
     def output(self) -> Path:
@@ -101,13 +102,21 @@ class Broker:
     def _properties(self) -> Path:
         return self.directory / "server.properties"
 
+    @property
+    def _logging(self) -> Path:
+        return self.directory / "log4j2.xml"
+
+    @property
+    def _data(self) -> Path:
+        return self.directory / "data"
+
     def prepare(self, cluster_id: str, properties: Mapping[str, str]) -> None:
         """Write the configuration, and format the storage unless it is formatted."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        data = self.directory / "data"
+        make_directory(self.directory, self._runtime()[2])
+        data = self._data
         lines = [f"{name}={_escaped(value)}\n" for name, value in {**properties, "log.dirs": str(data)}.items()]
         self._properties.write_text("".join(lines))
-        (self.directory / "log4j2.xml").write_text(_LOGGING.format(log=escape(str(self.log), {'"': "&quot;"})))
+        self._logging.write_text(_LOGGING.format(log=escape(str(self.log), {'"': "&quot;"})))
         if (data / "meta.properties").exists():
             return
         shutil.rmtree(data, ignore_errors=True)  # left by an interrupted format
@@ -129,18 +138,28 @@ class Broker:
         (new / "meta.properties").write_text("".join(f"{name}={value}\n" for name, value in own.items()))
         new.rename(data)
 
+    def _hand_over(self) -> None:
+        """Let the account that the broker runs as have its files. Their directory stays ours, as we write into it."""
+        for directory in (self._data, self.log.parent):
+            directory.mkdir(exist_ok=True)
+        for path in (self._properties, self._logging, self._data, self.log.parent):
+            hand_over(path, self._runtime()[2])
+
     def _format(self, cluster_id: str) -> None:
-        java, class_path = self._runtime()
+        self._hand_over()
+        java, class_path, user = self._runtime()
         arguments = ("format", "--config", str(self._properties), "--cluster-id", cluster_id)
         result = subprocess.run(
             [
                 *(java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", class_path),
                 *("-Dlog4j2.level=ERROR", "kafka.tools.StorageTool", *arguments),
             ],
+            cwd="/",
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
+            **identity(user),
         )
         if result.returncode != 0:
             output = result.stdout + result.stderr
@@ -148,19 +167,20 @@ class Broker:
 
     def launch(self) -> None:
         """Start the process; it is not ready yet. Raises StartFailed when it can't be executed."""
-        java, class_path = self._runtime()
+        self._hand_over()
+        java, class_path, user = self._runtime()
         argv = [
             *(str(java), f"-Xmx{self._heap}", f"-Xms{self._heap}", *_JVM),
-            *(f"-Dlog4j2.configurationFile={self.directory / 'log4j2.xml'}", "-cp", class_path),
+            *(f"-Dlog4j2.configurationFile={self._logging}", "-cp", class_path),
             *("kafka.Kafka", str(self._properties)),
         ]
         # Variables that a user set for another Kafka do not apply to this one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KAFKA_")}
         if self._temporary is None:
-            self.process = Detached.start(argv, log=self.output, env=environment)
+            self.process = Detached.start(argv, log=self.output, env=environment, user=user)
         else:
             self.process = Supervised(
-                argv, log=self.output, env=environment, cwd=self.directory, remove=self._temporary
+                argv, log=self.output, env=environment, cwd=self.directory, user=user, remove=self._temporary
             )
 
     def adopt(self) -> bool:

@@ -40,7 +40,7 @@ def cache_dir() -> Path:
 
 
 def unprivileged_user() -> User | None:
-    """Return the account to drop to when we are root, which Postgres refuses to run as; None when we are not.
+    """Return the account that servers run as when we are root; None when we are not.
 
     ``postgres`` where it exists, else ``nobody``. Raises ServiceError when there is neither.
     """
@@ -53,7 +53,7 @@ def unprivileged_user() -> User | None:
             continue
         return User(name, entry.pw_uid, entry.pw_gid)
     raise ServiceError(
-        "Postgres does not run as root, and neither the user postgres nor nobody exists; add one, or run as an "
+        "a server does not run as root, and neither the user postgres nor nobody exists; add one, or run as an "
         "ordinary user"
     )
 
@@ -93,6 +93,21 @@ def make_directory(path: Path, user: User | None) -> None:
     path.mkdir(exist_ok=True)
     if user is not None and path.stat().st_uid == os.geteuid():
         path.chmod(path.stat().st_mode | stat.S_IXOTH)
+
+
+def hand_over(path: Path, user: User | None) -> None:
+    """Let a file, or a directory with all in it, belong to ``user``; None: to us. Only root changes anything.
+
+    What belongs to that user already is left alone: there could be links in it to others' files.
+    """
+    uid, gid = (os.geteuid(), os.getegid()) if user is None else (user.uid, user.gid)
+    if os.geteuid() != 0 or path.lstat().st_uid == uid:
+        return
+    # The directory itself comes last, so that an interrupted change is begun again.
+    for parent, directories, files in os.walk(path, topdown=False):
+        for name in (*directories, *files):
+            os.lchown(Path(parent, name), uid, gid)
+    os.lchown(path, uid, gid)
 
 
 def temporary_directory(purpose: str, user: User | None) -> Path:

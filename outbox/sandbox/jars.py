@@ -10,7 +10,9 @@ import functools
 import hashlib
 import http.client
 import os
+import shutil
 import ssl
+import stat
 import sys
 import time
 import urllib.error
@@ -25,7 +27,7 @@ from typing import Final
 
 import stamina
 
-from outbox.sandbox._dirs import cache_dir, locked_file
+from outbox.sandbox._dirs import User, blocking_directory, cache_dir, locked_file, make_directory, shared_dir
 from outbox.sandbox.errors import ServiceError
 
 KAFKA: Final = "kafka"
@@ -107,6 +109,32 @@ def fetch(set_name: str, lock: Path | None = None) -> list[Path]:
             list(pool.map(functools.partial(_fetch_one, base), missing.keys(), missing.values()))
         print(f"{title}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return list(wanted.values())
+
+
+def readable(jars: list[Path], user: User) -> list[Path]:
+    """Return these jars if ``user`` can read them, or else copies, which are made once.
+
+    Raises ServiceError when they can't be copied.
+    """
+    if all(blocking_directory(jar.parent, user) is None and jar.stat().st_mode & stat.S_IROTH for jar in jars):
+        return jars
+    directory = shared_dir(user) / "readable-jars"
+    copies = [directory / jar.name for jar in jars]
+    try:
+        make_directory(directory, user)
+        with locked_file(directory / "lock"):
+            for jar, copy in zip(jars, copies, strict=True):
+                if not copy.exists():
+                    part = copy.with_name(copy.name + ".part")
+                    shutil.copyfile(jar, part)
+                    part.chmod(0o644)
+                    part.replace(copy)
+    except OSError as error:
+        raise ServiceError(
+            f"the user {user.name} can't read {jars[0].parent}, and there is no copy: {error}. Set OUTBOX_CACHE to a "
+            "directory that this user can reach"
+        ) from error
+    return copies
 
 
 def repository() -> str:

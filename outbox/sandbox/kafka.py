@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from typing import Final, Self
 
 from outbox.sandbox import jars
 from outbox.sandbox._broker import Broker, Node, Runtime, new_id
-from outbox.sandbox._dirs import temporary_directory
+from outbox.sandbox._dirs import User, blocking_directory, make_directory, temporary_directory, unprivileged_user
 from outbox.sandbox._ports import free_ports, listening
 from outbox.sandbox._process import kill_with_children, pause, wait_for
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed, tail
@@ -40,6 +41,9 @@ class KafkaCluster:
     brokers    1, or 3: replication factor 3, min.insync.replicas 2. None: as many as data_dir has, 1 if it is new.
     settings   for server.properties; they override ours. Topics are not created automatically by default.
     heap       of each broker: the value of -Xmx.
+
+    If we run as root, the brokers run as the user ``postgres`` or ``nobody``, unless that user can't reach Java or
+    data_dir, which is said on standard error.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class KafkaCluster:
             raise ServiceError(f"brokers must be 1 or 3, not {brokers}")
         self._temporary = data_dir is None
         if data_dir is None:
-            data_dir = temporary_directory("kafka", None)
+            data_dir = temporary_directory("kafka", unprivileged_user())
             self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
         self.data_dir = data_dir.absolute()
         if "," in str(self.data_dir):
@@ -220,7 +224,7 @@ class KafkaCluster:
             cluster_id = "A" + cluster_id[1:]
         if not self._temporary:
             # Before anything else, so that the next start resumes an interrupted one.
-            self.data_dir.mkdir(parents=True, exist_ok=True)
+            make_directory(self.data_dir, unprivileged_user())
             self._record.write_text(json.dumps({"cluster_id": cluster_id, "nodes": [asdict(node) for node in nodes]}))
         self._make(cluster_id, nodes)
 
@@ -246,8 +250,23 @@ class KafkaCluster:
 
     def _runtime(self) -> Runtime:
         if self._found_runtime is None:
-            self._found_runtime = java(), os.pathsep.join(str(jar) for jar in jars.fetch(jars.KAFKA))
+            program, found, user = java(), jars.fetch(jars.KAFKA), self._account()
+            if user is not None:
+                found = jars.readable(found, user)
+            self._found_runtime = program, os.pathsep.join(str(jar) for jar in found), user
         return self._found_runtime
+
+    def _account(self) -> User | None:
+        """Return the account that the brokers run as; None: ours."""
+        user = unprivileged_user()
+        if user is None:
+            return None
+        make_directory(self.data_dir, user)
+        blocked = blocking_directory(self.data_dir, user) or blocking_directory(java().resolve(), user)
+        if blocked is None:
+            return user
+        print(f"Kafka runs as root: the user {user.name} can't pass {blocked}", file=sys.stderr, flush=True)
+        return None
 
     def _properties(self, node: Node) -> dict[str, str]:
         voters = ",".join(f"{b.node.number}@{_HOST}:{b.node.controller_port}" for b in self._brokers)

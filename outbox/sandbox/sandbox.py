@@ -98,7 +98,8 @@ class Sandbox:
                 self._report("Stopping Postgres …")
                 server.stop(immediate=purge)
             if purge:
-                for directory in {self._postgres_dir(), self.directory / "postgres", self.directory / "kafka"}:
+                usual = {self.directory / "postgres", self.directory / "kafka"}
+                for directory in usual | {self._postgres_dir(), self._kafka_dir()}:
                     shutil.rmtree(directory, ignore_errors=True)
                 self._port_file.unlink(missing_ok=True)
                 self._password_file.unlink(missing_ok=True)
@@ -127,16 +128,23 @@ class Sandbox:
         return PostgresServer(self._postgres_dir(), port=port, password=self._password())
 
     def _kafka(self, brokers: int | None) -> KafkaCluster:
-        return KafkaCluster(self.directory / "kafka", brokers=brokers)
+        return KafkaCluster(self._kafka_dir(), brokers=brokers)
 
     def _postgres_dir(self) -> Path:
-        """Return Postgres's directory: below the sandbox's, or elsewhere if its user can't reach that (as root)."""
-        usual = self.directory / "postgres"
+        return self._reachable(self.directory / "postgres", "")
+
+    def _kafka_dir(self) -> Path:
+        usual = self.directory / "kafka"
+        # An earlier version's, with its data: where the user can't reach it, it goes on as root.
+        return usual if (usual / "cluster.json").exists() else self._reachable(usual, "-kafka")
+
+    def _reachable(self, usual: Path, suffix: str) -> Path:
+        """Return a server's directory: the usual one, or another one if its user can't reach that (as root)."""
         user = unprivileged_user()
         if user is None or blocking_directory(usual, user) is None:
             return usual
         name = hashlib.sha256(bytes(self.directory)).hexdigest()[:12]
-        return shared_dir(user) / f"sandbox-{name}"
+        return shared_dir(user) / f"sandbox-{name}{suffix}"
 
     @property
     def _port_file(self) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from outbox.sandbox import _broker, jars
+from outbox.sandbox._dirs import hand_over, unprivileged_user
 from outbox.sandbox.java import java
 from outbox.sandbox.kafka import KafkaCluster
 
@@ -49,12 +50,14 @@ _MADE_OF: Final = Path(sys.prefix, "classes", "made-of")
 def make() -> None:
     """Make both, unless those that are there are of this Java and these jars."""
     told = subprocess.run([java(), "-version"], capture_output=True, text=True, check=True).stderr
-    made_of = "\n".join([told, version("pyspark"), *map(str, jars.fetch(jars.KAFKA))])
+    found, user = jars.fetch(jars.KAFKA), unprivileged_user()
+    made_of = "\n".join([told, version("pyspark"), *map(str, found if user is None else jars.readable(found, user))])
     if _MADE_OF.exists() and _MADE_OF.read_text() == made_of:
         return
     _MADE_OF.parent.mkdir(exist_ok=True)
     for name, archive in ARCHIVES.items():
         with tempfile.TemporaryDirectory(prefix="outbox-classes-") as directory:
+            hand_over(Path(directory), user)  # the brokers' account writes it
             new = Path(directory, archive.name)
             try:
                 _MAKERS[name](new, directory)

@@ -28,7 +28,7 @@ STATUS = re.compile(r'"producerId":(\d+),"producerEpoch":(\d+),.*"transactionSta
 def dump(kafka: KafkaCluster, partition: str, *options: str) -> str:
     """Return what ``kafka-dump-log.sh`` says about a partition, or all that a pattern names. Their broker runs."""
     files = ",".join(map(str, sorted(kafka.data_dir.glob(f"broker-*/data/{partition}/*.log"))))
-    java, class_path = kafka._runtime()
+    java, class_path, _ = kafka._runtime()
     command = [java, "-cp", class_path, "kafka.tools.DumpLogSegments", *options, "--files", files]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return done.stdout

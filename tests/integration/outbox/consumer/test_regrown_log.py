@@ -16,6 +16,7 @@ from transform_support import Place, copied, running
 
 from outbox.consumer.errors import DataLost
 from outbox.inbox.errors import PositionLost
+from outbox.sandbox._dirs import hand_over
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from outbox.transform import InputLost
@@ -28,7 +29,7 @@ class Broker:
         self.server, self._copy = server, folder
 
     def logs(self, topics: Sequence[str]) -> list[Path]:
-        return [log for topic in topics for log in self.server.logs[0].parent.rglob(f"{topic}-[0-9]")]
+        return [log for topic in topics for log in self.server.data_dir.rglob(f"{topic}-[0-9]")]
 
     def copy(self, *topics: str) -> None:
         self.server.stop()
@@ -41,6 +42,7 @@ class Broker:
         for log in self.logs(topics):
             shutil.rmtree(log)
             shutil.copytree(self._copy / log.name, log)
+            hand_over(log, self.server._runtime()[2])
         self.server.start()
 
 

@@ -132,7 +132,7 @@ def test_what_has_died_is_started_again_on_its_ports_with_its_data() -> None:
 def sandbox_processes() -> list[psutil.Process]:
     """The postmaster and the broker of the sandbox."""
     state = Sandbox().status()
-    marks = {str(state.postgres_log.parent / "pgdata"), str(state.kafka_logs[0].parent / "server.properties")}
+    marks = {str(state.postgres_log.parent / "pgdata"), str(state.kafka_logs[0].parents[1] / "server.properties")}
     return [
         process
         for process in psutil.process_iter(["cmdline"])

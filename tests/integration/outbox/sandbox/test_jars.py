@@ -17,6 +17,7 @@ import pytest
 import stamina
 
 from outbox.sandbox import jars
+from outbox.sandbox._dirs import blocking_directory, unprivileged_user
 from outbox.sandbox.errors import ServiceError
 
 
@@ -224,3 +225,30 @@ def test_two_processes_at_once_fetch_every_file_once(repository: Repository, tmp
     assert [path.read_bytes() for path in fetched] == [path.read_bytes() for path in real]
     assert sorted(repository.requests) == sorted(repository.files)
     assert any(f"Downloading kafka ({len(real)} files, " in output for _, output in results)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's files are closed to the user that Kafka runs as")
+def test_jars_that_the_servers_user_can_not_read_are_copied_once(
+    open_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTBOX_CACHE", str(open_directory / "cache"))
+    user = unprivileged_user()
+    assert user is not None
+    jar = open_directory / "home" / "a.jar"
+    jar.parent.mkdir(mode=0o700)
+    jar.write_bytes(b"classes")
+    for closed, file, directory in ((True, 0o644, 0o700), (False, 0o644, 0o755), (True, 0o600, 0o755)):
+        jar.chmod(file)
+        jar.parent.chmod(directory)
+        [found] = jars.readable([jar], user)
+        assert (found == jar) is not closed
+        assert (found.read_bytes(), found.stat().st_mode & 0o777) == (b"classes", 0o644)
+        assert blocking_directory(found.parent, user) is None
+        if closed:
+            made = found.stat().st_mtime_ns
+            assert jars.readable([jar], user) == jars.readable([found], user) == [found]
+            assert found.stat().st_mtime_ns == made
+    (open_directory / "cache" / "readable-jars" / "lock").unlink()
+    (open_directory / "cache" / "readable-jars" / "lock").mkdir()
+    with pytest.raises(ServiceError, match=r"can't read .*home, and there is no copy: .* Set OUTBOX_CACHE"):
+        jars.readable([jar], user)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
@@ -15,6 +17,7 @@ from confluent_kafka.admin import AdminClient
 from outbox.sandbox import java as java_module
 from outbox.sandbox import kafka as kafka_module
 from outbox.sandbox._broker import Broker
+from outbox.sandbox._dirs import unprivileged_user
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 from outbox.sandbox.kafka import KafkaCluster
@@ -155,6 +158,59 @@ def test_a_start_that_fails_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.pids == []
     cluster.close()
     assert not cluster.data_dir.exists()
+
+
+# -- as root
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")
+def test_root_drops_to_a_user_who_owns_the_data(open_directory: Path) -> None:
+    """And who gets what an earlier version has left as root's, but not what links in it lead to."""
+    directory, ours = open_directory / "below" / "kafka", open_directory / "ours"
+    ours.touch()
+    with KafkaCluster(directory) as cluster:
+        user = dropped(cluster)
+        topics = Topics(cluster.bootstrap_servers)
+        topic = topics.create_topic(topics.name("orders"))
+        produce(cluster, topic, range(10))
+        cluster.kill_broker(0)
+        cluster.start_broker(0)
+        assert dropped(cluster) == user
+        [logs] = (log.parent for log in cluster.logs)
+    (logs / "link").symlink_to(ours)
+    for path in directory.rglob("*"):
+        os.lchown(path, 0, 0)
+    with KafkaCluster(directory) as cluster:
+        assert dropped(cluster) == user
+        assert values(topics.consume(topic)) == list(range(10))
+        [data] = directory.glob("broker-1/data")
+        assert {path.stat().st_uid for path in (data, *data.rglob("*"))} == {user}
+    assert (ours.stat().st_uid, (directory / "broker-1").stat().st_uid) == (0, 0)
+
+
+def dropped(cluster: KafkaCluster) -> int:
+    """The user that the broker runs as, who is not root and has no group of root's."""
+    [pid] = cluster.pids
+    process = psutil.Process(pid)
+    ids = {*process.uids(), *process.gids()}
+    assert 0 not in ids
+    return process.uids().real
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")
+def test_root_stays_root_where_that_user_can_not_reach_java_or_the_data(
+    open_directory: Path, java_of, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = open_directory / "closed"
+    closed.mkdir(mode=0o700)
+    user = unprivileged_user()
+    assert user is not None
+    assert KafkaCluster(open_directory / "open")._account() == user
+    assert KafkaCluster(closed / "kafka")._account() is None
+    assert capsys.readouterr().err == f"Kafka runs as root: the user {user.name} can't pass {closed}\n"
+    java_of('openjdk version "17.0.15" 2025-04-15')
+    assert KafkaCluster(open_directory / "open")._account() is None
+    assert f"Kafka runs as root: the user {user.name} can't pass " in capsys.readouterr().err
 
 
 # -- Java

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,15 +21,6 @@ from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 from outbox.sandbox.postgres import PostgresServer
 
 ROOT = os.geteuid() == 0
-
-
-@pytest.fixture
-def open_directory() -> Iterator[Path]:
-    """A directory that every user can pass through, unlike pytest's own."""
-    directory = Path(tempfile.mkdtemp(prefix="outbox-test-"))
-    directory.chmod(0o755)
-    yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="module")
