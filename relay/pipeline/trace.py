@@ -32,6 +32,7 @@ from relay.parts import build_router
 from relay.pipeline.consumers import state_word
 
 _READ_SECONDS: Final = 3.0
+_LAST: Final = dt.datetime.max.replace(tzinfo=dt.UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Step:
     """One thing that happened to an event, or that it waits for.
 
     state          good, bad or unknown.
-    milliseconds   since the step before it in time; None where that is not known.
+    milliseconds   since the step before it, of a group since the event was on Kafka; None where that is not known.
     group, letter  the consumer group that it is about, and the number of the dead letter.
     """
 
@@ -272,23 +273,33 @@ def _relay_side(found: Found) -> list[Step]:
         case "dead":
             text = f"after {counted(event.attempts, 'attempt')}: {event.last_error}"
             steps.append(Step("a dead letter since", "bad", event.dead_at, text=text))
-        case "published":
-            took = _later(event.created_at, event.published_at)
-            steps.append(Step("published", "good", event.published_at, took))
-    for number, message in enumerate(found.messages):
-        text = f"{message.topic}-{message.partition} offset {message.offset}"
-        if found.gone and number == 0:
-            text += "; Kafka has it no longer: it was kept as long as its topic keeps messages"
-        took = None if message.at is None else _later(event.created_at, message.at)
-        steps.append(Step("on Kafka", "good", message.at, took, text))
+    steps += _published(found)
     if event.state == "unknown" and not found.messages:
         steps.append(Step("the outbox has no row of it", "unknown"))
     return steps
 
 
+def _published(found: Found) -> list[Step]:
+    """Return the event's messages and its settlement, in the order of their times."""
+    steps = []
+    for number, message in enumerate(found.messages):
+        text = f"{message.topic}-{message.partition} offset {message.offset}"
+        if found.gone and number == 0:
+            text += "; Kafka has it no longer: it was kept as long as its topic keeps messages"
+        steps.append(Step("on Kafka", "good", message.at, text=text))
+    if found.event.state == "published":
+        steps.append(Step("published", "good", found.event.published_at))
+    steps.sort(key=lambda step: step.at or _LAST)
+    last = found.event.created_at
+    for at, step in enumerate(steps):
+        steps[at] = replace(step, milliseconds=_later(last, step.at))
+        last = step.at or last
+    return steps
+
+
 def _consumers_side(found: Found) -> list[Step]:
     event = found.event
-    published = event.published_at or next((one.at for one in found.messages if one.at), None)
+    published = next((one.at for one in found.messages if one.at), event.published_at)
     steps = []
     for group in found.groups:
         if group.state == "unknown" and event.state == "unknown":
@@ -327,4 +338,7 @@ def _consumers_side(found: Found) -> list[Step]:
 
 
 def _later(before: dt.datetime | None, after: dt.datetime | None) -> float | None:
-    return None if before is None or after is None else (after - before).total_seconds() * 1000
+    """Return the milliseconds between two times; None if a clock that is behind gave the later one."""
+    if before is None or after is None or after < before:
+        return None
+    return (after - before).total_seconds() * 1000
