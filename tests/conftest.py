@@ -12,7 +12,8 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +31,7 @@ from class_archives import ARCHIVES, QUIET
 from hypothesis import settings
 from nursery import NURSERY, Nursery
 
-from outbox.sandbox import _broker, _dirs
+from outbox.sandbox import _broker, _dirs, _ports
 
 if TYPE_CHECKING:
     from kafka_proxy import KafkaProxy
@@ -142,6 +143,32 @@ class Formatted(dict[object, dict[str, bytes]]):
 
 
 _broker._formatted = Formatted()
+
+
+class PortsInTurn:
+    """Ports that no other worker of a run chooses from; one comes again when all the others have had their turn.
+
+    A server that starts has no hold on its port yet, and one that is stopped leaves it to others until it starts again.
+    """
+
+    def __init__(self) -> None:
+        self._turns: deque[int] = deque()
+
+    def sample(self, ports: Sequence[int], k: int) -> Iterator[int]:
+        """Return ``k`` ports, as random.sample does."""
+        if not self._turns:
+            number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+            mine = list(ports[number :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))])
+            # Other runs on this machine begin elsewhere; property tests give all workers the same numbers.
+            random.SystemRandom().shuffle(mine)
+            self._turns = deque(mine)
+        for _ in range(k):
+            port = self._turns.popleft()
+            self._turns.append(port)
+            yield port
+
+
+_ports.random = PortsInTurn()  # type: ignore[assignment]
 # A line for each topic and each producer of each test is a good part of what a broker does.
 _broker._LOGGING = _broker._LOGGING.replace('<Root level="INFO">', '<Root level="WARN">')
 
@@ -312,6 +339,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         if nextitem is None or group(nextitem.nodeid) != group(item.nodeid):
             OF_GROUP.close()
+            # Clients in cycles: else they end, all at once, within some other test.
+            gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -356,7 +356,7 @@ def drop_database_over(connection: psycopg.Connection[Any], name: str) -> None:
     # FORCE does not drop the slots, and Postgres refuses to drop a database that has one. Its reader may have ended a
     # moment ago.
     for slots in (
-        "SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots WHERE database = %s AND active",
+        "SELECT pg_terminate_backend(active_pid, 60000) FROM pg_replication_slots WHERE database = %s AND active",
         "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s AND NOT active",
     ):
         connection.execute(slots, (name,))

@@ -222,7 +222,7 @@ def test_an_outage_longer_than_lease_delivery_and_transaction(place, outbox_rela
 def test_a_batch_that_is_always_late_is_halved_until_it_is_not(place, outbox_relay):
     """Exactly-once, over a way to the broker on which the whole batch takes twice the time there is for it."""
     url, proxy = place.url, place.proxy
-    count, batch, of_a_request, request_seconds, deadline = 160, 20, 5, 0.1, 0.8
+    count, batch, of_a_request, request_seconds, deadline = 240, 20, 5, 0.1, 0.8
     settings = place.settings | {"delivery": "exactly-once", "relay__batch_size": batch}
     settings |= {"relay__max_backoff_seconds": 0.5, "kafka__batch_num_messages": of_a_request}
     settings["kafka__delivery_timeout_ms"] = int(deadline * 1000)

@@ -17,6 +17,7 @@ from support import wait_until
 from transform_support import Place, copied, place, running
 
 from outbox import ConfigurationError
+from outbox.sandbox._process import patience
 from outbox.transform import (
     DEAD_LETTER,
     PLACE,
@@ -223,7 +224,7 @@ def test_a_topic_of_records_that_is_missing_is_found_within_a_transaction(place,
     absent = outbox_kafka.name("absent")
     member = place.member(lambda message: [Record(absent, message.key(), b"")], transaction_seconds=6.0)
     stop = threading.Event()
-    too_late = threading.Timer(20.0, stop.set)
+    too_late = threading.Timer(20.0 * patience(), stop.set)
     too_late.start()
     try:
         with pytest.raises(KafkaRefused, match=r"can't produce: .*[Uu]nknown topic"):

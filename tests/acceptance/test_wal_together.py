@@ -68,7 +68,7 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
     """One reads; it is killed; the next is stopped past its lease: its walsender is ended, it changes nothing."""
     url, (kind, topic) = outbox_postgres.url, order
     # A lease that the first one keeps, also while two others start on a slow machine.
-    settings = wal | {"delivery": "exactly-once", "relay__lease_seconds": 4}
+    settings = wal | {"delivery": "exactly-once", "relay__lease_seconds": 10}
     to_wal(url, settings)
     with Load(url, kind) as load:
         first = outbox_relay(**settings | {"relay__instance": "first"})

@@ -38,7 +38,8 @@ def test_the_databases_clock_was_an_hour_ahead(operator, orders, address, settin
     """What was set meanwhile waits for an hour longer: a lease of one that is gone, a retry, a scheduled event."""
     settings["relay__archive_days"] = 7
     url, point = orders.url, ask(orders.url, NOW)
-    orders.add(40)
+    # So many that each lane has some.
+    orders.add(100)
     with psycopg.connect(url) as connection:
         later = Event(orders.kind, "later", "T", {})
         scheduled = Outbox().add(connection, later, delay=timedelta(hours=1))
@@ -52,7 +53,7 @@ def test_the_databases_clock_was_an_hour_ahead(operator, orders, address, settin
     assert str(scheduled) in operator.look("outbox scheduled list").text
     operator.own("outbox relay release", LANE=2)
     operator.act("outbox dead-letters retry --all")
-    orders.published(40)
+    orders.published(100)
     operator.act("outbox audit --since", TIME=point)
 
 

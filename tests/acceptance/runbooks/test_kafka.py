@@ -38,7 +38,8 @@ def test_a_lane_whose_lease_lies_in_the_future(operator, orders, address):
         "UPDATE outbox.lanes SET owner = 'long-gone', lease_until = clock_timestamp() + interval '1 day', epoch = 7"
         " WHERE lane = 2",
     )
-    orders.add(20, seconds_ago=100)
+    # So many that each lane has some.
+    orders.add(60, seconds_ago=100)
     operator.start()
     wait_until(lambda: look_up(url, "SELECT DISTINCT lane FROM outbox.events") == [(2,)], what="the other lanes")
     alarmed(address, "OutboxBacklogOld")
@@ -48,7 +49,7 @@ def test_a_lane_whose_lease_lies_in_the_future(operator, orders, address):
     assert not re.search(r"^long-gone", shown, re.MULTILINE)
     assert "[-]" not in operator.look("curl -s", RELAY=address).text
     operator.own("outbox relay release", LANE=2)
-    orders.published(20)
+    orders.published(60)
     alarmed(address)
 
 
@@ -62,7 +63,8 @@ def test_kafka_is_away(operator, outbox_postgres, unverified, address, settings)
     there.published(1)
     unverified.pause_broker(0)
     try:
-        there.add(40, seconds_ago=100)
+        # So many that each lane has some.
+        there.add(100, seconds_ago=100)
         wait_until(lambda: "OutboxBacklogOld" in firing(scraped(address)), what="the alert")
         reason = re.compile(r"lane-0\b.*: kafka_unavailable for ")
         wait_until(lambda: reason.search(operator.look("curl -s", RELAY=address).text), what="the reason")
@@ -70,7 +72,7 @@ def test_kafka_is_away(operator, outbox_postgres, unverified, address, settings)
         assert re.search(r"the oldest event has waited for \d+ s \(lanes 0, 1, 2, 3\)", shown)
     finally:
         unverified.resume_broker(0)
-    there.published(41)
+    there.published(101)
     alarmed(address)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+import relay.protocol_trace
 from outbox._app.settings import load
 from outbox.errors import ConfigurationError
 from relay.protocol_trace import VARIABLE, ProtocolTrace, TracedPublisher
@@ -48,16 +50,15 @@ def test_a_trace_that_can_not_be_written_any_more_ends_and_the_relay_goes_on(mon
     file = tmp_path / "steps.jsonl"
     trace = ProtocolTrace(str(file), "one", transactional=True, batch_size=1)
     trace.write("closed")
-    write = os.write
 
     def full(number: int, data: bytes) -> int:
         if not short:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(number, data[:5])
+        return os.write(number, data[:5])
 
     with capture_logs() as said:
         with monkeypatch.context() as patched:
-            patched.setattr(os, "write", full)
+            patched.setattr(relay.protocol_trace, "os", SimpleNamespace(write=full))
             trace.write("closed")
         left = file.read_bytes()
         trace.write("closed")

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from proxy import TcpProxy
 
-from outbox.consumer import connections
+from outbox.consumer import connections, kafka_admin
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
@@ -55,14 +55,14 @@ ASKING: dict[str, Callable[[str], Callable[[], object]]] = {
 def test_a_question_without_an_answer_takes_what_patience_is_left_and_no_more(nobody):
     def patiently(asking: str) -> None:
         ask = ASKING[asking](nobody)
-        waited = Patience(LEAST_SECONDS)
+        waited = Patience(5.0)
         began = time.monotonic()
         with pytest.raises((psycopg.errors.ConnectionTimeout, ConsumerUnavailable)), waited.attempt():
             ask()
         waited.failed()
         assert waited.left <= 0, asking
         # That, and a margin for a busy machine, but less than for two such questions.
-        assert time.monotonic() - began < 2 * LEAST_SECONDS, asking
+        assert time.monotonic() - began < 10, asking
         # And then none is asked.
         with pytest.raises(NoTimeLeft), waited.attempt():
             ask()
@@ -76,7 +76,7 @@ def test_reading_in_the_driver_waits_for_messages_no_longer_than_patience_is_lef
     reader = RangeReader(ReaderSettings({"bootstrap.servers": nobody}, "g"))
     waited = Patience(LEAST_SECONDS)
     try:
-        with pytest.raises(ConsumerUnavailable, match="orders-0 from offset 0 came for 2 s"), waited.attempt():
+        with pytest.raises(ConsumerUnavailable, match=r"orders-0 from offset 0 came for \d+ s"), waited.attempt():
             list(reader.range(("orders", 0), Range("topic-id", 0, 5)))
         waited.failed()
         assert waited.left <= 0
@@ -110,14 +110,17 @@ def test_a_caller_gives_up_with_its_first_question_when_that_takes_all_its_patie
     assert reports == []
 
 
-def test_a_topic_that_is_not_heard_of_yet_is_asked_for_again_with_little_patience_too(outbox_kafka):
-    """What is called missing is taken for lost by a group that has read it. Three seconds, whatever the patience is."""
+def test_a_topic_that_is_not_heard_of_yet_is_asked_for_again_with_little_patience_too(outbox_kafka, monkeypatch):
+    """What is called missing is taken for lost by a group that has read it. So long, whatever the patience is."""
+    monkeypatch.setattr(kafka_admin, "_UNHEARD_SECONDS", 30.0)
     view = KafkaAdmin({"bootstrap.servers": outbox_kafka.bootstrap_servers})
     name = outbox_kafka.name("later")
-    made = threading.Timer(1.5, outbox_kafka.create_topic, [name])
-    # Something has failed a second ago, so one is left.
+    # It is connected: what little patience is left must not go for that.
+    view.snapshot([outbox_kafka.create_topic(outbox_kafka.name("first"))])
+    made = threading.Timer(4.0, outbox_kafka.create_topic, [name])
+    # Something has failed a second ago, so three are left.
     passed = 0.0
-    waited = Patience(2.0, lambda: time.monotonic() + passed)
+    waited = Patience(4.0, lambda: time.monotonic() + passed)
     waited.failed()
     passed = 1.0
     made.start()

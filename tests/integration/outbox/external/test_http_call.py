@@ -205,13 +205,14 @@ def test_connecting_counts_too(silent, monkeypatch):
         for url in ("https://p.example/", "https://p.example:444/"):
             began = time.monotonic()
             with pytest.raises(TryLater, match="nothing was sent"):
-                HttpCall(url)(call("o", timeout=1.0))
-            assert 0.9 <= time.monotonic() - began < 3.0
+                HttpCall(url)(call("o", timeout=2.0))
+            # Each of the five addresses has its share, and not all of it.
+            assert 1.8 <= time.monotonic() - began < 9.0
 
 
 def test_an_address_that_does_not_answer_leaves_time_for_the_next_one(provider, silent, monkeypatch):
     lead_to(monkeypatch, ("127.0.0.1", silent("127.0.0.1")), ("127.0.0.1", port_of(provider)))
-    assert HttpCall("http://p.example/charges")(call("o", timeout=2.0)) == {"charge": 1}
+    assert HttpCall("http://p.example/charges")(call("o", timeout=2.0 * patience())) == {"charge": 1}
 
 
 def test_an_address_whose_family_the_kernel_lacks_is_passed_over(provider, monkeypatch):
@@ -225,18 +226,18 @@ def test_if_no_address_answers_the_first_ones_error_is_shown(silent, monkeypatch
         bound.bind(("127.0.0.1", 0))
         lead_to(monkeypatch, bound.getsockname(), ("127.0.0.1", silent("127.0.0.1")))
         with pytest.raises(TryLater, match=r"nothing was sent.*refused"):
-            HttpCall("http://p.example/charges")(call("o", timeout=0.5))
+            HttpCall("http://p.example/charges")(call("o", timeout=2.0))
 
 
 class SlowHandshake(ssl.SSLContext):
     """A handshake that ends, but not in time."""
 
     def wrap_socket(self, sock: socket.socket, *_: Any, **__: Any) -> Any:
-        threading.Event().wait(0.6)
+        threading.Event().wait(2.5)
         return sock
 
 
-@pytest.mark.parametrize(("scheme", "seconds"), [("http", 0.6), ("https", 0.0)])
+@pytest.mark.parametrize(("scheme", "seconds"), [("http", 2.5), ("https", 0.0)])
 def test_when_the_time_is_over_before_the_request_nothing_is_sent(monkeypatch, scheme, seconds):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -244,7 +245,7 @@ def test_when_the_time_is_over_before_the_request_nothing_is_sent(monkeypatch, s
         lead_to(monkeypatch, server.getsockname(), seconds=seconds)
         tls = SlowHandshake(ssl.PROTOCOL_TLS_CLIENT) if scheme == "https" else None
         with pytest.raises(TryLater, match=r"nothing was sent.*time is over"):
-            HttpCall(f"{scheme}://p.example/", tls=tls)(call("o", timeout=0.5))
+            HttpCall(f"{scheme}://p.example/", tls=tls)(call("o", timeout=2.0))
         server.settimeout(0.0 if tls is None else 30.0)
         if tls is None:
             with pytest.raises(BlockingIOError):

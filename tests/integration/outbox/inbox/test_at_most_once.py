@@ -191,7 +191,8 @@ def test_a_lock_that_others_hold_for_long_is_waited_for(log):
         holding.execute("INSERT INTO consumer.groups (grp, owner) VALUES (%s, 'x')", (log.group,))
         holding.commit()
         holding.execute(
-            "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES (%s, current_date, %s)",
+            "INSERT INTO consumer.processed_messages (grp, day, message_id)"
+            " VALUES (%s, (now() AT TIME ZONE 'UTC')::date, %s)",
             (log.group, id_),
         )
         with log.consuming(database=connect, **MOST) as running:

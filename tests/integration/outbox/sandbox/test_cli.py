@@ -21,6 +21,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from outbox.sandbox import _process
 from outbox.sandbox._process import alive, psutil_process, send, wait_for
 from outbox.sandbox.sandbox import Sandbox
 from outbox.testing.fixtures import Topics
@@ -38,6 +39,10 @@ def directory() -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OUTBOX_SANDBOX", str(made))
         run("down", "--purge")
+    # Commands that ran in this process have started them: nothing else collects their ends.
+    for started in _process._started_detached:
+        started.wait(30)
+    _process._started_detached.clear()
     shutil.rmtree(made)
 
 

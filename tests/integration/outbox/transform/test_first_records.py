@@ -145,8 +145,8 @@ def test_a_topic_whose_partitions_are_not_known_has_one_first_record(place, wait
         wait_until(lambda: member.committed == 20, 60, "the end")
     assert early == []
     assert len(asked) == 2
-    # For the first one of all, and for those of four partitions.
-    assert len(waits) == 2
+    # For the first one of all, and at most one for each of four partitions.
+    assert len(waits) <= 5
 
 
 def test_the_first_record_of_a_partition_is_refused_while_another_waits_for_it(place, outbox_kafka, waits):

@@ -53,7 +53,7 @@ def test_panels_and_alerts_of_a_relay_that_prometheus_scrapes(outbox_postgres, o
     relay = outbox_relay(
         program=IMPATIENT,
         relay__metrics_address=f"127.0.0.1:{port}",
-        relay__lease_seconds=2,
+        relay__lease_seconds=20,
         routes=json.dumps({"Small": {"topic": small}}),
         failures__max_attempts=1,
     )
@@ -68,7 +68,7 @@ def test_panels_and_alerts_of_a_relay_that_prometheus_scrapes(outbox_postgres, o
             lambda: [one["value"][1] for one in prometheus.query(published)] == ["1000"],
             what="the events that were published",
         )
-        assert prometheus.firing() == set()
+        wait_until(lambda: prometheus.firing() == set(), what="no alert")
         asked = [
             json.loads(each) for file in MONITORING.glob("*.json") for each in EXPRESSION.findall(file.read_text())
         ]

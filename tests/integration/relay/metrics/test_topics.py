@@ -27,11 +27,12 @@ class Waiting:
         self.connection = connection
         self.ages = TopicAges("outbox", Router(routes))
 
-    def add(self, kind: str, seconds_ago: float, count: int = 1, key: str = "k", copy: bool = False) -> None:
+    def add(self, kind: str, age: int, count: int = 1, key: str = "k", copy: bool = False) -> None:
+        """Write events that are so old, in tens of seconds."""
         self.connection.execute(
             "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at, headers, from_relay)"
-            " SELECT %s, %s, 'T', now() - %s * interval '1 second', %s, %s FROM generate_series(1, %s)",
-            (kind, key, seconds_ago, Jsonb({DEAD_LETTER: "reason"}) if copy else None, copy, count),
+            " SELECT %s, %s, 'T', now() - %s * interval '10 seconds', %s, %s FROM generate_series(1, %s)",
+            (kind, key, age, Jsonb({DEAD_LETTER: "reason"}) if copy else None, copy, count),
         )
 
     def pause(self, scope: str, name: str) -> None:
@@ -41,9 +42,9 @@ class Waiting:
         self.connection.execute("DELETE FROM outbox.pauses")
 
     def look(self) -> dict[str, int] | None:
-        """Return the age of each topic, in tens of seconds."""
+        """Return the age of each topic, in hundreds of seconds: a slow machine has time."""
         found = self.ages.look(self.connection, look_at_tables(self.connection, "outbox"))
-        return None if found is None else {topic: int(age // 10) for topic, age in found.items()}
+        return None if found is None else {topic: int(age // 100) for topic, age in found.items()}
 
     def lane(self, kind: str, key: str = "k") -> int:
         (row,) = self.connection.execute(
@@ -113,7 +114,7 @@ def test_more_events_of_a_paused_topic_than_are_counted_hide_nothing(waiting, mo
     # Committed late: below the place that was reached.
     waiting.connection.execute(
         "INSERT INTO outbox.events (id, aggregate_type, aggregate_id, event_type, created_at) OVERRIDING SYSTEM VALUE"
-        " VALUES (-1, 'Stock', %s, 'T', now() - interval '95 seconds')",
+        " VALUES (-1, 'Stock', %s, 'T', now() - interval '950 seconds')",
         (waiting.key_beside("Stock", waiting.lane("Order")),),
     )
     assert waiting.look() == {"bills": 5}
@@ -132,7 +133,7 @@ def test_an_event_in_front_of_many_paused_ones_does_not_keep_a_walk_from_beginni
     assert waiting.look() == {"bills": 5}
     waiting.connection.execute(
         "INSERT INTO outbox.events (id, aggregate_type, aggregate_id, event_type, created_at) OVERRIDING SYSTEM VALUE"
-        " VALUES (-1, 'Bill', %s, 'T', now() - interval '95 seconds')",
+        " VALUES (-1, 'Bill', %s, 'T', now() - interval '950 seconds')",
         (key,),
     )
     monkeypatch.setattr(topics, "_ANEW_SECONDS", 0.0)

@@ -34,20 +34,20 @@ def test_a_lane_with_a_backlog_does_not_hold_up_the_others(outboxed):
     slow, quick = keys_of_lanes()
     box.add(*(f"{slow}{number:04}" for number in range(1500)))
     box.relay(max_events=20, batch=10)
-    box.until(lambda: box.rows("SELECT streaming FROM outbox.lanes WHERE lane = 1") == [(True,)], "a lane to stream")
+
+    def turned(most: int) -> bool:
+        # However long the stream takes, the slow lane's table is not nearly read.
+        if len(box.kafka.names(slow)) < most:
+            box.turn(0)
+        return box.turned(1)
+
+    wait_until(lambda: turned(500) and box.streaming(1), what="a lane to stream")
     more = [f"{slow}{number:04}" for number in range(1500, 1560)]
     for number in range(30):
         box.add(*more[2 * number : 2 * number + 2], f"{quick}{number:02}")
 
-    def quick_ones() -> bool:
-        # However long the stream takes, the slow lane's table is not nearly read.
-        if len(box.kafka.names(slow)) < 1000:
-            box.turn(0)
-        box.turn(1)
-        return len(box.kafka.names(quick)) == 30
-
     assert len(box.kafka.names(slow)) < 1000
-    wait_until(quick_ones, 20, "the other lane's events")
+    wait_until(lambda: turned(1000) and len(box.kafka.names(quick)) == 30, 20, "the other lane's events")
     box.until(lambda: len(box.kafka.published) == 1590, "all")
     box.streams()
     assert box.kafka.names(slow) == sorted(box.kafka.names(slow))

@@ -120,7 +120,7 @@ def test_kafka_that_stays_away_in_the_middle(between, sink):
     with opened_at(proxy.address, patience_seconds=2.0) as made:
         report = apply(sink, made, topic)
         assert report["outcome"] == "unavailable"
-        assert re.search(r"between-0 from offset \d+ came for 2 s", report["detail"])
+        assert re.search(r"between-0 from offset \d+ came for \d+ s", report["detail"])
         proxy.clear()
         proxy.release()
     assert nothing_applied(sink)
@@ -181,19 +181,19 @@ def test_a_long_stretch_that_was_aborted_is_waited_for(between, aborted, monkeyp
     """The client hands nothing on for longer than anybody waits; that it gets on is seen by its statistics."""
     _, proxy, _ = between
     # A record with each answer, and each answer late.
-    settings_ = {"fetch.message.max.bytes": 900_000, "statistics.interval.ms": 50}
+    settings_ = {"fetch.max.bytes": 1_000_000, "message.max.bytes": 1_000_000, "statistics.interval.ms": 50}
     monkeypatch.setattr(reader, "_SETTINGS", {**reader._SETTINGS, **settings_})
-    proxy.on(FETCH, delay_response(0.4), times=10_000)
+    proxy.on(FETCH, delay_response(0.25), times=10_000)
     try:
-        with opened_at(proxy.address, patience_seconds=1.0) as made:
+        with opened_at(proxy.address, patience_seconds=5.0) as made:
             began = time.monotonic()
             # The marker may be written behind the message: the coordinator answers before.
             (offset,) = offsets(made.range((aborted, PART), span(0, 42)))
             assert offset in {40, 41}
-            assert time.monotonic() - began > 1.5
+            assert time.monotonic() - began > 5.0
         monkeypatch.setattr(RangeReader, "_progress", lambda self, text: None)
-        with opened_at(proxy.address, patience_seconds=1.0) as made:
-            with pytest.raises(ConsumerUnavailable, match="came for 1 s"):
+        with opened_at(proxy.address, patience_seconds=5.0) as made:
+            with pytest.raises(ConsumerUnavailable, match=r"came for \d+ s"):
                 offsets(made.range((aborted, PART), span(0, 42)))
     finally:
         proxy.clear()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import relay.supervisor
 from relay.config import load
+from relay.core import reports
 from relay.core.lease import Lease
 from relay.lanes import LaneDistribution, Renewal
 from relay.supervisor import Supervisor
@@ -59,7 +61,7 @@ def test_lanes_of_the_other_source_are_named_with_the_way_out_and_again_each_min
     said: list[str] = []
     monkeypatch.setattr(relay.supervisor.log, "warning", lambda _event, problem, **_: said.append(problem))
     clock = [0.0]
-    monkeypatch.setattr(relay.supervisor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(reports, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def tick(lanes: int) -> list[str]:
         table = Table({"me": 0})
@@ -115,7 +117,7 @@ def test_a_relay_that_came_back_alone_and_publishes_nothing_leaves_its_lanes_at_
 ) -> None:
     """Otherwise the lanes that it took while another one restarted stand still as long again as it tried at first."""
     clock = [1000.0]
-    monkeypatch.setattr(relay.supervisor.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(relay.supervisor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     loop = supervisor._worker.loop
 
     class Lanes(Table):

@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 import relay.kafka.client
+from outbox.sandbox._process import patience
 from relay.config import load
 from relay.wiring import build
 
@@ -32,7 +33,7 @@ def test_the_address_and_the_reason_are_logged_once_and_at_once(brokers, why, mo
     monkeypatch.setattr(relay.kafka.client.log, "warning", warning)
     supervisor = build(load(database_url="postgresql://127.0.0.1:1/x", kafka={"bootstrap.servers": brokers}))
     began = time.monotonic()
-    watchdog = threading.Timer(30, stop.set)
+    watchdog = threading.Timer(30 * patience(), stop.set)
     watchdog.start()
     with capture_logs():
         supervisor.run(stop, threading.Event())
@@ -40,4 +41,4 @@ def test_the_address_and_the_reason_are_logged_once_and_at_once(brokers, why, mo
     [(values, seconds)] = said
     assert (values["brokers"], why in values["error"]) == (brokers, True), values
     # Two, where the machine is not busy; the first turn would need ten, and an event.
-    assert seconds < 8
+    assert seconds < 8 * patience()

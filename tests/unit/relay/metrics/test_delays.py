@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from outbox._clients import clock as clock_module
 from outbox._clients.clock import DatabaseClock
 from outbox.consumer.delays import BUCKETS, MOST_TOPICS
 from outbox.event import DEAD_LETTER, REPLAY
@@ -95,7 +97,7 @@ def test_nothing_is_counted_before_the_clock_is_known():
 
 def test_a_slow_answer_does_not_move_the_clock(monkeypatch):
     clock, now = DatabaseClock(), [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(clock_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     clock.note(1_000.0, 100.0)
     now[0] = 110.0
     # The statement waited for a lock, and read the clock at the end.
