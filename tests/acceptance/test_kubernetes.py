@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import custom_resources
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -22,7 +23,6 @@ from manifests import (
     MIGRATE,
     MONITORING,
     NEWEST,
-    NOT_KUBERNETES_OWN,
     OLDEST,
     PODS,
     ROOT,
@@ -71,6 +71,12 @@ def rendered(*options: str, release: str = "outbox") -> list[dict[str, Any]]:
     done = attempted(*options, release=release)
     assert done.returncode == 0, done.stderr
     return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def test_helm_finds_no_fault_in_the_chart():
+    command = [helm(), "lint", "--strict", str(CHART), "--values", str(VALUES)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_helm_renders_the_manifests():
@@ -215,7 +221,9 @@ def test_the_chart_has_the_version_of_the_package():
 
 
 def validate(document: dict[str, Any]) -> None:
-    if document["kind"] not in NOT_KUBERNETES_OWN:
+    if document["kind"] in custom_resources.SCHEMAS:
+        custom_resources.validate(document)
+    else:
         for version in (OLDEST, NEWEST):
             kubernetes_validate.validate(document, version, strict=True)
 
@@ -228,6 +236,23 @@ def test_a_manifest_is_valid(document):
 def test_an_unknown_field_is_not_valid():
     with pytest.raises(kubernetes_validate.ValidationError, match="portz"):
         validate({**of_kind("Service")[0], "spec": {"portz": []}})
+    [scaled] = of_kind("ScaledObject")
+    [trigger] = scaled["spec"]["triggers"]
+    for wrong in ({**trigger, "metadata": {**trigger["metadata"], "ignoreNullValues": False}}, {**trigger, "typ": "x"}):
+        with pytest.raises(jsonschema.ValidationError):
+            validate({**scaled, "spec": {**scaled["spec"], "triggers": [wrong]}})
+
+
+def test_the_rules_are_valid_in_a_prometheus_rule():
+    rules = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+    custom_resources.validate(
+        {
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": "PrometheusRule",
+            "metadata": {"name": "outbox"},
+            "spec": rules,
+        }
+    )
 
 
 def test_selectors_find_their_pods():

@@ -13,7 +13,6 @@ MANIFESTS = ROOT / "deploy/kubernetes"
 VALUES = ROOT / "deploy/kubernetes.values.yaml"
 MONITORING = ROOT / "docs/operations/monitoring"
 SECRETS = "/run/secrets/outbox"
-NOT_KUBERNETES_OWN = {"PodMonitor", "PrometheusRule", "ScaledObject"}
 OLDEST, NEWEST = "1.31", "1.37"
 
 DOCUMENTS: list[dict[str, Any]] = [
