@@ -229,7 +229,7 @@ class Session:
         for partition, offset in first.items():
             self._progress.watch.waits(partition, offset)
         self._undelivered.clear()
-        began = self._firsts.now = time.monotonic()
+        began = self._firsts.begin()
         self._producer.begin_transaction()
         try:
             try:
