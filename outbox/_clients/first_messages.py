@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -74,6 +74,13 @@ class FirstMessages:
     def learn(self, topic: str, count: int) -> None:
         """Begin with a topic of so many partitions, none of which has a message; with 0 if that is not known."""
         self._topics[topic] = _Topic(count, self.now, set(range(max(count, 1))))
+
+    def learn_all(self, counts: Mapping[str, int]) -> None:
+        """Begin anew with topics that have other numbers of partitions than is known, or were learned a while ago."""
+        for topic, known in list(self._topics.items()):
+            count = counts.get(topic, 0)
+            if count and (count != known.count or self.now - known.since >= _KNOWN_SECONDS / 2):
+                self.learn(topic, count)
 
     def is_random(self, key: bytes | None) -> bool:
         """Return whether librdkafka chooses a partition at random for a message with this key."""

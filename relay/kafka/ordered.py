@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from outbox._clients.first_messages import FirstMessages
 from outbox.event import DEAD_LETTER
@@ -15,6 +16,8 @@ from relay.core.ports import Batches, BrokerUnavailable, Claim, Kind, Unavailabl
 from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.producer import NOT_SENT, BatchProducer, Outcome, Sending
 from relay.kafka.routing import NoRoute
+
+_FEW_TOPICS: Final = 10
 
 
 class OrderedProducer(BatchProducer):
@@ -94,11 +97,13 @@ class OrderedProducer(BatchProducer):
 
     def _learn(self, topics: Sequence[str], deadline: float) -> None:
         """Learn how many partitions topics have that have taken a message."""
-        if not topics:
-            return
-        with unavailable_on_kafka_error("asking for partitions"):
-            found = self.producer.list_topics(timeout=max(deadline - time.monotonic(), 0.1)).topics
+        counts: dict[str, int] = {}
+        # About many, one question is quicker. From its answer librdkafka takes the partitions of all topics.
+        for asked in topics if len(topics) <= _FEW_TOPICS else (None,):
+            with unavailable_on_kafka_error("asking for partitions"):
+                found = self.producer.list_topics(asked, timeout=max(deadline - time.monotonic(), 0.1)).topics
+            counts |= {topic: len(metadata.partitions) for topic, metadata in found.items()}
         for topic in topics:
-            if topic not in found or not found[topic].partitions:
+            if not counts.get(topic):
                 raise BrokerUnavailable(f"Kafka does not say which partitions topic {topic!r} has")
-            self._first.learn(topic, len(found[topic].partitions))
+        self._first.learn_all(counts)

@@ -204,6 +204,22 @@ def test_what_was_sent_ahead_counts_as_sent_also_behind_a_refused_event_of_its_k
     assert sender.anything_sent
 
 
+def test_partitions_that_were_added_have_first_messages_when_librdkafka_knows_of_them(monkeypatch):
+    """It learns of them from each answer about all topics, also if another topic was the reason to ask."""
+    monkeypatch.setattr(ordered, "_FEW_TOPICS", 0)
+    sender, wire = new_sender()
+    wire.counts = {TOPIC: 1}
+    sender._first.learn(TOPIC, 1)
+    sender.send({0: [claim(1, "a"), claim(2, "a")]}, soon())
+    wire.counts |= {TOPIC: 12, "bill-events": 12}
+    # As if nobody had said how many partitions the other one has.
+    sender._new_topics._left_seconds = 0.0
+    del wire.sent[:]
+    sender.send({0: [claim(11, "a"), claim(12, "a"), claim(13, "b", "Bill"), claim(14, "b", "Bill")]}, soon())
+    assert wire.asked[-1] is None
+    assert wire.sent == [13, None, 11, 14, None, 12]
+
+
 class LateTopics(AllThere):
     """A topic that can be written to from the second question on."""
 
@@ -221,3 +237,18 @@ def test_a_topic_that_comes_within_a_turn_has_first_messages_too():
     sender.send({0: [claim(1, "a"), claim(2, "a"), claim(3, "b"), claim(4, "b")]}, soon())
     assert wire.sent == [3, None, 4]
     assert sender.left_out == {0}
+
+
+@pytest.mark.parametrize(("each", "seconds", "most"), [(1000, 5.0, 2), (100, 1.0, 4), (5, 0.5, 0)])
+def test_all_topics_are_asked_for_once_a_minute_at_most_and_not_because_of_a_few(now, each, seconds, most):
+    """Of thousands of topics that is megabytes. ``each``: of so many of the thousand topics a turn has an event."""
+    sender, wire = new_sender()
+    wire.counts = {f"kind{n}-events": 12 for n in range(1000)}
+    for turn in range(int(120 / seconds)):
+        now[0] = turn * seconds
+        numbers = range(turn * each, (turn + 1) * each)
+        sender.send({0: [claim(n, "k", f"Kind{n % 1000}") for n in numbers]}, soon())
+        assert positions(sender) == {0: list(numbers)}
+    assert wire.asked.count(None) <= most
+    # By name once for each producer, and again after a minute where it is one of a few.
+    assert len(wire.asked) <= 2 * 1000 + most
