@@ -429,6 +429,8 @@ class Session:
 
     def _partitions(self, topic: str) -> tuple[int, list[int]]:
         """Return how many partitions a topic has, 0 if that is not known, and which of them have a leader."""
+        if topic is None:
+            raise TypeError("the record has no topic")
         found = self._producer.list_topics(topic, _SECONDS).topics[topic].partitions
         return len(found), [number for number, one in found.items() if one.leader >= 0]
 
