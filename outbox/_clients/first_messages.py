@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -50,12 +50,16 @@ class _Topic:
 
 
 class FirstMessages:
-    """The partitions in which Kafka has acknowledged a message of one producer. ``partitioner`` is librdkafka's."""
+    """The partitions in which Kafka has acknowledged a message of one producer. ``partitioner`` is librdkafka's.
 
-    def __init__(self, partitioner: str, clock: Callable[[], float] = time.monotonic) -> None:
+    ``now`` is set before the messages of a turn. In between it stands still: if a topic's minute ended there, a message
+    would be the first that is behind another one of its key.
+    """
+
+    def __init__(self, partitioner: str) -> None:
+        self.now = time.monotonic()
         self._partitioner = partitioner
         self._hash = _HASHES[partitioner.removesuffix("_random")]
-        self._clock = clock
         self._topics: dict[str, _Topic] = {}
 
     def may_come(self, topic: str) -> bool:
@@ -65,11 +69,18 @@ class FirstMessages:
     def is_known(self, topic: str) -> bool:
         """Return whether ``learn`` was called for a topic, within the last minute."""
         known = self._topics.get(topic)
-        return known is not None and self._clock() - known.since < _KNOWN_SECONDS
+        return known is not None and self.now - known.since < _KNOWN_SECONDS
 
     def learn(self, topic: str, count: int) -> None:
         """Begin with a topic of so many partitions, none of which has a message; with 0 if that is not known."""
-        self._topics[topic] = _Topic(count, self._clock(), set(range(max(count, 1))))
+        self._topics[topic] = _Topic(count, self.now, set(range(max(count, 1))))
+
+    def learn_all(self, counts: Mapping[str, int]) -> None:
+        """Begin anew with topics that have other numbers of partitions than is known, or were learned a while ago."""
+        for topic, known in list(self._topics.items()):
+            count = counts.get(topic, 0)
+            if count and (count != known.count or self.now - known.since >= _KNOWN_SECONDS / 2):
+                self.learn(topic, count)
 
     def is_random(self, key: bytes | None) -> bool:
         """Return whether librdkafka chooses a partition at random for a message with this key."""

@@ -38,15 +38,17 @@ class FirstRecords:
         flush: Callable[[], int],
         seconds: float,
     ) -> None:
-        # Stands still within a transaction: what is on its way there is not forgotten.
-        self.now = time.monotonic()
-        self.arrived = (first := FirstMessages(partitioner, lambda: self.now)).arrived
-        self.sent = first.sent
-        self._first = first
+        self._first = first = FirstMessages(partitioner)
+        self.arrived, self.sent = first.arrived, first.sent
         self._partitions = partitions
         self._flush = flush
         self._seconds = seconds
         self._turns: dict[str, Iterator[int | None]] = {}
+
+    def begin(self) -> float:
+        """Begin a transaction. Returns the time, which stands still: what is on its way in it is not forgotten."""
+        self._first.now = time.monotonic()
+        return self._first.now
 
     def place(self, record: Record) -> tuple[int | None, int | None]:
         """Return the partition to produce a record to, None if librdkafka chooses; and the one that it is the first of.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka import complete
 from outbox.consumer.model import Partition
 from outbox.consumer.stalled import Watch
@@ -15,6 +17,7 @@ from outbox.transform.records import Transform
 
 MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
+_LONGEST_PAUSE: Final = 10.0
 # The most that librdkafka takes.
 _MESSAGE_MAX_BYTES: Final = 1_000_000_000
 # The promise depends on them, too.
@@ -85,3 +88,8 @@ def client_options(
         "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
     }
     return {**completed, **reading}, {**tuned, **completed, **writing}
+
+
+def pause(stop: threading.Event, failures: int) -> None:
+    """Wait, for longer after more failures, but at most until ``stop`` is set."""
+    stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))

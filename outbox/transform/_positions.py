@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from confluent_kafka import OFFSET_END, Consumer, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.kafka_rules import cut_logs
 from outbox.consumer.model import Partition
 from outbox.transform.errors import InputLost
+
+PARTITIONS: Final = "partitions="
+"""In a position's metadata, before how many partitions the topic had when the group came to it."""
 
 
 def answered(positions: list[TopicPartition]) -> list[TopicPartition]:
@@ -59,23 +63,51 @@ def require_whole(
     options: Mapping[str, Any],
     seconds: float,
     logger: logging.Logger,
-) -> None:
+) -> set[Partition]:
     """Raise InputLost if a log was cut before a position, however long it is again.
 
+    Returns the partitions whose leaders can't be asked now: they have to be before messages of theirs are used.
     librdkafka compares a position's epoch when it hears of another leader, and not with the leader that it begins with.
     """
     with_epoch = [each for each in positions if each.leader_epoch is not None]  # type: ignore[redundant-expr]
     known = {(each.topic, each.partition): each for each in with_epoch}
     asked = [TopicPartition(*at, OFFSET_END) for at in known]
-    ends = answered(consumer.offsets_for_times(asked, seconds)) if asked else []
-    doubtful = {
-        at: (known[at].offset, known[at].leader_epoch)
-        for end in ends
-        if end.leader_epoch != known[at := (end.topic, end.partition)].leader_epoch
-    }
-    for (topic, partition), cut in (cut_logs(options, doubtful, seconds, logger) if doubtful else {}).items():
+    try:
+        ends = consumer.offsets_for_times(asked, seconds) if asked else []
+        away = {(end.topic, end.partition) for end in ends if end.error is not None and _is_away(end.error)}
+        doubtful = {
+            at: (known[at].offset, known[at].leader_epoch)
+            for end in answered([end for end in ends if (end.topic, end.partition) not in away])
+            if end.leader_epoch != known[at := (end.topic, end.partition)].leader_epoch
+        }
+        cut_at = cut_logs(options, doubtful, seconds, logger) if doubtful else {}
+    except KafkaException as error:
+        if not _is_away(error.args[0]):
+            raise
+        away, cut_at = set(known), {}
+    for (topic, partition), cut in cut_at.items():
         raise InputLost(
             f"group {options['group.id']!r} has read {topic}-{partition} up to {known[topic, partition].offset}, and "
             f"of what was there Kafka's log has only the part before {cut}: it was cut. Nothing was skipped: see what "
             "is lost, and set the group's offsets by hand"
         )
+    for topic, partition in away:
+        logger.info("group %s waits for a leader of %s-%d", options["group.id"], topic, partition)
+    return away
+
+
+def _is_away(error: KafkaError) -> bool:
+    """Return whether a partition's leader is missing, or does not answer."""
+    # The last is librdkafka's answer if none of the partitions has a leader.
+    return error.code() in {KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TIMED_OUT, KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001
+
+
+def first_partitions(consumer: Consumer, topic: str, seconds: float) -> int:
+    """Return how many partitions a topic had when the group came to it."""
+    count = len(consumer.list_topics(topic, seconds).topics[topic].partitions)
+    asked = [TopicPartition(topic, number) for number in range(count)]
+    positions = answered(consumer.committed(asked, seconds))
+    known = [position.metadata or "" for position in positions if position.offset >= 0]
+    counts = [int(text.removeprefix(PARTITIONS)) for text in known if re.fullmatch(PARTITIONS + r"\d+", text)]
+    # Positions that other tools have set say nothing of it; but the group has been in the topic.
+    return min(counts, default=0 if known else count)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
 
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import clean_seconds, is_refusal
 from outbox._clients.threads import within
@@ -20,8 +18,17 @@ from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
-from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress
-from outbox.transform._positions import answered, behind, moved, partition_of, place_of, require_whole
+from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, pause
+from outbox.transform._positions import (
+    PARTITIONS,
+    answered,
+    behind,
+    first_partitions,
+    moved,
+    partition_of,
+    place_of,
+    require_whole,
+)
 from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed
 from outbox.transform.records import Record, dead_letter
 
@@ -29,9 +36,6 @@ _logger: Final = logging.getLogger("outbox.transform")
 
 _SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.1
-_PARTITIONS: Final = "partitions="
-"""In a position's metadata, before how many partitions the topic had when the group came to it."""
-_LONGEST_PAUSE: Final = 10.0
 _APART_SECONDS: Final = 60.0
 _REFUSAL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
@@ -67,6 +71,8 @@ class Session:
         # From the assignment: messages read under it are committed under it, or refused.
         self._membership: Any = None
         self._committed: dict[Partition, TopicPartition] = {}
+        # Partitions that had no leader when their positions were checked.
+        self._unchecked: set[Partition] = set()
         # How far partitions were read where that is beyond the messages.
         self._ends: dict[Partition, int] = {}
         self._aborted = 0
@@ -185,7 +191,7 @@ class Session:
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
             answered(self._consumer.commit(offsets=begun, asynchronous=False) or [])
-        require_whole(self._consumer, found, self._plan.consumer, _SECONDS, _logger)
+        self._unchecked = require_whole(self._consumer, found, self._plan.consumer, _SECONDS, _logger)
         self._committed = {(position.topic, position.partition): position for position in found}
         self._ends.clear()
         self._consumer.assign(found)
@@ -202,24 +208,15 @@ class Session:
         first, end = self._consumer.get_watermark_offsets(position, _SECONDS, cached=False)
         if self._plan.start == "earliest":
             return TopicPartition(position.topic, position.partition, first)
-        count = self._first_partitions(position.topic)
+        count = first_partitions(self._consumer, position.topic, _SECONDS)
         offset = end if position.partition < count else first
-        return TopicPartition(position.topic, position.partition, offset, f"{_PARTITIONS}{count}")
-
-    def _first_partitions(self, topic: str) -> int:
-        """Return how many partitions a topic had when the group came to it."""
-        count = len(self._consumer.list_topics(topic, _SECONDS).topics[topic].partitions)
-        asked = [TopicPartition(topic, number) for number in range(count)]
-        positions = answered(self._consumer.committed(asked, _SECONDS))
-        known = [position.metadata or "" for position in positions if position.offset >= 0]
-        counts = [int(text.removeprefix(_PARTITIONS)) for text in known if re.fullmatch(_PARTITIONS + r"\d+", text)]
-        # Positions that other tools have set say nothing of it; but the group has been in the topic.
-        return min(counts, default=0 if known else count)
+        return TopicPartition(position.topic, position.partition, offset, f"{PARTITIONS}{count}")
 
     # Writing
 
     def _write(self) -> None:
         messages, self._messages = self._messages, []
+        self._check({*map(partition_of, messages), *self._ends} & self._unchecked)
         positions = behind(messages, self._committed)
         positions |= self._passed_markers(positions)
         if not positions:
@@ -229,7 +226,7 @@ class Session:
         for partition, offset in first.items():
             self._progress.watch.waits(partition, offset)
         self._undelivered.clear()
-        began = self._firsts.now = time.monotonic()
+        began = self._firsts.begin()
         self._producer.begin_transaction()
         try:
             try:
@@ -260,6 +257,13 @@ class Session:
                 self._apart_until, clean = None, False
             if not clean:
                 self._replace_producer()
+
+    def _check(self, partitions: Collection[Partition]) -> None:
+        """Check the positions of partitions that have a leader again. Raises KafkaException if they have none."""
+        found = [self._committed[each] for each in partitions]
+        if require_whole(self._consumer, found, self._plan.consumer, _SECONDS, _logger):
+            raise KafkaException(KafkaError(KafkaError.LEADER_NOT_AVAILABLE, "a partition's leader is gone again"))
+        self._unchecked.difference_update(partitions)
 
     def _passed_markers(self, positions: Mapping[Partition, TopicPartition]) -> dict[Partition, TopicPartition]:
         """Return the positions at the ends of what was read, where only transactions' markers are before them.
@@ -425,6 +429,8 @@ class Session:
 
     def _partitions(self, topic: str) -> tuple[int, list[int]]:
         """Return how many partitions a topic has, 0 if that is not known, and which of them have a leader."""
+        if topic is None:
+            raise TypeError("the record has no topic")
         found = self._producer.list_topics(topic, _SECONDS).topics[topic].partitions
         return len(found), [number for number, one in found.items() if one.leader >= 0]
 
@@ -488,8 +494,3 @@ class Session:
 def is_refused(error: KafkaError) -> bool:
     """Return whether Kafka refuses an operation until rights, settings or topics are changed."""
     return is_refusal(error) or error.code() in _REFUSALS
-
-
-def pause(stop: threading.Event, failures: int) -> None:
-    """Wait, for longer after more failures, but at most until ``stop`` is set."""
-    stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))

@@ -12,8 +12,8 @@ from confluent_kafka import KafkaException
 from outbox.consumer.stalled import StalledPartition
 from outbox.errors import ConfigurationError
 from outbox.stopping import Stopping
-from outbox.transform._plan import Plan, Progress, client_options
-from outbox.transform._session import Session, is_refused, pause
+from outbox.transform._plan import Plan, Progress, client_options, pause
+from outbox.transform._session import Session, is_refused
 from outbox.transform.errors import KafkaRefused
 from outbox.transform.records import Transform
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from outbox._clients.first_messages import FirstMessages
 from outbox.event import DEAD_LETTER
-from relay.core.ports import Batches, BrokerUnavailable, Claim, Kind, kind_of
+from relay.core.ports import Batches, BrokerUnavailable, Claim, Kind, Unavailable, kind_of
 from relay.kafka.client import unavailable_on_kafka_error
-from relay.kafka.producer import BatchProducer, Outcome, Sending
+from relay.kafka.producer import NOT_SENT, BatchProducer, Outcome, Sending
 from relay.kafka.routing import NoRoute
+
+_FEW_TOPICS: Final = 10
 
 
 class OrderedProducer(BatchProducer):
@@ -24,24 +27,30 @@ class OrderedProducer(BatchProducer):
         super().__init__(sending, transactional_id)
         self._first = FirstMessages(sending.options["partitioner"])
 
-    def _send_ahead(self, batches: Batches, deadline: float) -> Mapping[int, Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        topics = dict(self._cold_topics(batches))
+    def send(self, batches: Batches, deadline: float, may_send: Callable[[int], bool] = lambda _lane: True) -> None:
+        try:
+            super().send(batches, deadline, may_send)
+        except Unavailable:
+            # What was sent ahead is in ``sent``, too: it may be acknowledged.
+            for lane, claims in batches.items():
+                sent = {claim.position for claim in self.sent.get(lane, ())}
+                self.sent[lane] = [
+                    claim
+                    for claim in claims
+                    if claim.position in sent or self._ahead.get(claim.position, NOT_SENT) is None
+                ]
+            raise
+
+    def _send_ahead(self, batches: Batches, deadline: float) -> None:
+        self._first.now = time.monotonic()
         waiting: set[tuple[str, str]] = set()
-        while topics:
-            before = len(outcomes)
-            # What is known of the turn if these fail.
-            self.sent = {
-                lane: list(self._first_of(claims, topics, outcomes, waiting, deadline))
-                for lane, claims in batches.items()
-            }
-            if len(outcomes) == before:
+        while topics := dict(self._cold_topics(batches)):
+            if not sum(self._send_first(claims, topics, waiting, deadline) for claims in batches.values()):
                 break
             self.drain(deadline)
             if self.failed:
                 raise BrokerUnavailable("Kafka: the first messages of partitions are not acknowledged")
             self._learn(self._first.acknowledged(), deadline)
-        return outcomes
 
     def _cold_topics(self, batches: Batches) -> Iterator[tuple[Kind, str]]:
         """Return the topics of the turn that may have first messages, by kind of event."""
@@ -54,40 +63,47 @@ class OrderedProducer(BatchProducer):
                 if self._first.may_come(topic):
                     yield kind, topic
 
-    def _first_of(
+    def _send_first(
         self,
         claims: Sequence[Claim],
         topics: Mapping[Kind, str],
-        outcomes: dict[int, Outcome],
         waiting: set[tuple[str, str]],
         deadline: float,
-    ) -> Iterator[Claim]:
-        """Send the events of a lane that are the first in their partitions, and of ``waiting`` keys none."""
+    ) -> int:
+        """Send the events of a lane that are the first in their partitions, and of ``waiting`` keys none.
+
+        Returns how many there are. If a topic can't be written to, that is the outcome of its events: by the time that
+        the others are sent, it may have changed.
+        """
+        count = 0
         for claim in claims:
             topic, key = topics.get(kind_of(claim)), claim.key
-            if topic is None or claim.position in outcomes or key in waiting:
+            if topic is None or claim.position in self._ahead or key in waiting:
                 continue
-            if self._prepare(claim, topic) is not None:
-                waiting.add(key)
-                continue
-            if not self._first.is_known(topic):
-                self._first.learn(topic, self._new_topics.counts.pop(topic, 0))
-            if not self._first.is_first(topic, claim.aggregate_id):
-                continue
-            outcome = outcomes[claim.position] = self._send(claim, deadline)
+            outcome: Outcome = self._prepare(claim, topic)
+            if outcome is None:
+                if not self._first.is_known(topic):
+                    self._first.learn(topic, self._new_topics.counts.pop(topic, 0))
+                if not self._first.is_first(topic, claim.aggregate_id):
+                    continue
+                outcome = self._send(claim, deadline)
+            self._ahead[claim.position] = outcome
             if outcome is None:
                 self._first.sent(topic, claim.aggregate_id)
-                yield claim
+                count += 1
             else:
                 waiting.add(key)
+        return count
 
     def _learn(self, topics: Sequence[str], deadline: float) -> None:
         """Learn how many partitions topics have that have taken a message."""
-        if not topics:
-            return
-        with unavailable_on_kafka_error("asking for partitions"):
-            found = self.producer.list_topics(timeout=max(deadline - time.monotonic(), 0.1)).topics
+        counts: dict[str, int] = {}
+        # About many, one question is quicker. From its answer librdkafka takes the partitions of all topics.
+        for asked in topics if len(topics) <= _FEW_TOPICS else (None,):
+            with unavailable_on_kafka_error("asking for partitions"):
+                found = self.producer.list_topics(asked, timeout=max(deadline - time.monotonic(), 0.1)).topics
+            counts |= {topic: len(metadata.partitions) for topic, metadata in found.items()}
         for topic in topics:
-            if topic not in found or not found[topic].partitions:
+            if not counts.get(topic):
                 raise BrokerUnavailable(f"Kafka does not say which partitions topic {topic!r} has")
-            self._first.learn(topic, len(found[topic].partitions))
+        self._first.learn_all(counts)

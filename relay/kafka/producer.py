@@ -41,6 +41,7 @@ from relay.kafka.topics import Topics, Unanswered
 
 Outcome = str | TopicUnusable | None
 """Why an event is refused, or why its topic can't be written to; None if it was queued."""
+NOT_SENT: Final = "not sent"
 
 _POLL_SECONDS: Final = 0.1
 # How long one flush() of librdkafka may take. It checks every 10 ms whether everything is acknowledged, or when its
@@ -100,6 +101,7 @@ class BatchProducer:
         self.sent: dict[int, list[Claim]] = {}
         self.refused: dict[int, list[Refusal]] = {}
         self.left_out: set[int] = set()
+        self._ahead: dict[int, Outcome] = {}
         options = {
             **complete(sending.options),
             # Callbacks only for failures: one per message would cost a large part of the time to send it.
@@ -152,10 +154,11 @@ class BatchProducer:
         lane, the rest of the lane's events are in neither list.
         """
         self.sent, self.refused, self.left_out = {}, {}, set()
-        self._used = set()
+        self._used, self._ahead = set(), {}
         if self._records is not None:
             self._records.clear()
-        ahead = self._send_ahead(batches, deadline)
+        self._send_ahead(batches, deadline)
+        ahead = self._ahead
         half = sum(map(len, batches.values())) // 2
         count = 0
         for lane, claims in batches.items():
@@ -165,9 +168,10 @@ class BatchProducer:
             for claim in claims:
                 if not may_send(lane):
                     break
-                if waiting and claim.key in waiting:
-                    continue
                 position = claim.position
+                # What was sent ahead may be behind a refused event of its key that goes to another topic.
+                if waiting and claim.key in waiting and ahead.get(position, NOT_SENT) is not None:
+                    continue
                 outcome = ahead[position] if position in ahead else self._send(claim, deadline)
                 if outcome is None:
                     sent.append(claim)
@@ -185,9 +189,8 @@ class BatchProducer:
                     refused.append((claim, outcome))
         failpoint("batch.sent")
 
-    def _send_ahead(self, _batches: Batches, _deadline: float) -> Mapping[int, Outcome]:
-        """Send events that must be acknowledged before the others are sent. Return their outcomes, by position."""
-        return {}
+    def _send_ahead(self, _batches: Batches, _deadline: float) -> None:
+        """Send events that must be acknowledged before the others, with their outcomes in ``_ahead``, by position."""
 
     def send_marker(self, topic: str, lane: int, value: bytes, deadline: float) -> None:
         """Queue a lane's marker behind its events, to the lane's partition. Raises Unavailable."""
@@ -265,7 +268,7 @@ class BatchProducer:
         alone: dict[int, list[Refusal]] = {}
         for (_, partition), claims in self._refused_of_partitions().items():
             claim = claims[0]
-            first = next(each for each in self.sent[claim.lane] if each.key == claim.key)
+            first = next((each for each in self.sent.get(claim.lane, ()) if each.key == claim.key), None)
             reason = self._refusal(claim, self._failed[claim.position][1])
             if partition >= 0 and len(claims) == 1 and first is claim and reason is not None:
                 alone.setdefault(claim.lane, []).append((claim, reason))

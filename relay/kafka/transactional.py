@@ -232,7 +232,7 @@ class TransactionalPublisher:
         sender.send(batches, deadline)
         if not sender.anything_sent:
             # Nothing was sent, so there is nothing to end on the broker.
-            sender.producer.abort_transaction()
+            sender.producer.abort_transaction(_ABORT_SECONDS)
             return Completed(
                 {
                     lane: Receipt(refused=refused, left_out=lane in sender.left_out)

@@ -119,6 +119,7 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
         (Record(outbox_kafka.name("absent"), b"k", b""), KafkaRefused, "can't produce: .*[Uu]nknown topic"),
         ((b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
         (Record(place.target, b"k", 7), TransformFailed, "TypeError"),
+        (Record(None, b"k", b""), TransformFailed, "TypeError.*topic"),
     )
     place.feed(range(10))
     for wrong, error, problem in wrongs:

@@ -100,6 +100,22 @@ MUTANTS: Final = (
         (f"{_RELAY}/kafka/test_publisher.py",),
     ),
     Mutant(
+        "minutes_end_within_turns",
+        "order: an event is the first one only if none of its key is before it",
+        "outbox/_clients/first_messages.py",
+        "self.now - known.since < _KNOWN_SECONDS",
+        "time.monotonic() - known.since < _KNOWN_SECONDS",
+        ("tests/unit/relay/kafka/test_ordered.py",),
+    ),
+    Mutant(
+        "sent_ahead_and_passed_over",
+        "exactly-once: what is committed is in the lane's marker",
+        "relay/kafka/producer.py",
+        " and ahead.get(position, NOT_SENT) is not None:",
+        ":",
+        (f"{_RELAY}/kafka/test_publisher.py", "tests/unit/relay/kafka/test_ordered.py"),
+    ),
+    Mutant(
         "freed_keys_overtake",
         "order of a key that was blocked",
         "relay/polling/reader.py",

@@ -29,8 +29,14 @@ def events(lane: int, count: int) -> list[Claim]:
 
 def new_sender(topics: Topics | None = None, kafka: dict[str, str] | None = None, **more: Any) -> BatchProducer:
     """A sender to a broker that is not there."""
+    return BatchProducer(sending(topics, kafka, **more))
+
+
+def sending(
+    topics: Topics | None = None, kafka: dict[str, str] | None = None, router: Router | None = None, **more: Any
+) -> Sending:
     options = producer_options(load(kafka=OPTIONS | (kafka or {})))
-    return BatchProducer(Sending(options, Router(), topics or AllThere(OPTIONS, create=False), "/shop", 60.0, **more))
+    return Sending(options, router or Router(), topics or AllThere(OPTIONS, create=False), "/shop", 60.0, **more)
 
 
 def soon() -> float:

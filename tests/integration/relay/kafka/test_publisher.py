@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 
 import pytest
+from confluent_kafka import Producer
 from structlog.testing import capture_logs
+from support import wait_until
 from takeover_support import place
 
 from outbox._clients.first_messages import FirstMessages
@@ -167,7 +170,8 @@ def waits(monkeypatch) -> list[int]:
     drain = BatchProducer.drain
 
     def counted(self: BatchProducer, deadline: float) -> None:
-        waits.append(sum(map(len, self.sent.values())))
+        ahead = sum(outcome is None for outcome in self._ahead.values())
+        waits.append(max(ahead, sum(map(len, self.sent.values()))))
         drain(self, deadline)
 
     monkeypatch.setattr(BatchProducer, "drain", counted)
@@ -197,6 +201,64 @@ def test_a_transaction_has_first_messages_too_because_librdkafka_takes_one_ackno
         assert worker.turn(50) == 5
         assert waits == [[1, 5], [1, 5], [5]][number]
         del waits[:]
+
+
+def test_a_transaction_of_which_the_broker_refuses_a_first_message_fails_for_that_one(place, monkeypatch):
+    """produce() takes no more by then, before anything has reported which event it was."""
+    worker = place.joined("a", [0])
+    kinds = [place.kafka.name(f"Kind{n}") for n in range(6)]
+    limits = [{"max.message.bytes": "2000"}] + [{}] * 5
+    topics = [
+        place.kafka.create_topic(f"{kind.lower()}-events", 3, limit) for kind, limit in zip(kinds, limits, strict=True)
+    ]
+    claims = [claim(n, kind, f"k{n}") for n, kind in enumerate(kinds)]
+    claims[0] = claims[0]._replace(value=os.urandom(5_000))
+    fetch = NewTopics.fetch
+
+    def later(new: NewTopics, producer: Producer, topic: str) -> None:
+        fetch(new, producer, topic)
+        if topic == topics[-1]:
+            # Its answer is there.
+            wait_until(lambda: producer.poll(0.1) or any(sender._failed for sender in worker.publisher._senders))
+
+    monkeypatch.setattr(NewTopics, "fetch", later)
+    failed = worker.publisher.publish({0: claims})
+    assert isinstance(failed, Failed)
+    assert isinstance(failed.error, BatchRefused)
+    assert [each.position for each, _ in failed.receipts[0].refused] == [0]
+    assert not failed.publisher_unusable
+    monkeypatch.undo()
+    worker.publisher.serve()
+    sent = worker.publisher.publish({0: claims[1:]})
+    assert published(sent.receipts[0]) == [1, 2, 3, 4, 5]
+    place.kafka.await_transactions(topics)
+    assert [stored(place.kafka.consume(topic)) for topic in topics] == [[], [1], [2], [3], [4], [5]]
+
+
+def test_an_event_that_was_sent_ahead_is_published_once_also_behind_a_copy_without_a_topic(place):
+    """Exactly-once: otherwise it is committed without being in its lane's marker, and read and sent again."""
+    worker = place.joined("a", [0])
+    copy, *events = [claim(n, place.kind, key) for n, key in enumerate(["a", "a", "b"])]
+    sent = worker.publisher.publish({0: [copy._replace(headers={DEAD_LETTER: "why"}), *events]})
+    assert [each.position for each, _ in sent.receipts[0].refused] == [0]
+    assert [each.position for each in sent.receipts[0].published.rows] == [1, 2]
+    place.kafka.await_transactions([place.topic])
+    assert sorted(stored(place.kafka.consume(place.topic))) == [1, 2]
+
+
+def test_first_messages_that_were_acknowledged_are_settled_when_a_later_one_is_refused(outbox_kafka):
+    """At least once: nothing has crashed, so nothing is sent again."""
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3, {"max.message.bytes": "2000"})
+    sender = publisher(outbox_kafka)
+    # Of a topic whose partitions are not known one goes first, and then one for each partition.
+    sender._sender._new_topics = NewTopics(0.0)
+    sent = sender.publish({0: [claim(1, kind), claim(2, kind)._replace(value=os.urandom(5_000)), claim(3, kind)]})
+    sender.close()
+    assert isinstance(sent, Failed)
+    assert isinstance(sent.error, BatchRefused)
+    assert published(sent.receipts[0]) == [1]
+    assert stored(outbox_kafka.consume(topic)) == [1]
 
 
 @pytest.mark.parametrize("fetched", [True, False])

@@ -9,8 +9,8 @@ TOPIC = "order-events"
 
 
 def test_a_partition_has_no_first_message_again_for_a_minute():
-    now = [0.0]
-    first = FirstMessages("murmur2_random", lambda: now[0])
+    first = FirstMessages("murmur2_random")
+    first.now = 0.0
     assert first.may_come(TOPIC)
     assert not first.is_known(TOPIC)
     first.learn(TOPIC, 1)
@@ -20,10 +20,10 @@ def test_a_partition_has_no_first_message_again_for_a_minute():
     assert first.may_come(TOPIC)
     assert not first.is_first(TOPIC, "b")
     assert first.acknowledged() == []
-    now[0] = 59.0
+    first.now = 59.0
     assert not first.may_come(TOPIC)
     assert not first.is_first(TOPIC, "b")
-    now[0] = 60.0
+    first.now = 60.0
     assert first.may_come(TOPIC)
     assert not first.is_known(TOPIC)
     first.learn(TOPIC, 1)

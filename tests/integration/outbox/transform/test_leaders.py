@@ -1,0 +1,78 @@
+"""An input partition without a leader: the others are read, and it is as soon as it has one, if its log is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AdminClient, NewTopic
+from support import wait_until
+from transform_support import Place, copied, place, running
+
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.transform import InputLost, _session
+
+__all__ = ["place"]
+
+
+@pytest.fixture
+def away(private_kafka) -> Iterator[tuple[KafkaCluster, Place]]:
+    """A group that has read both partitions of a topic, of which the second is only on the first of three brokers."""
+    cluster = private_kafka(brokers=3)
+    with private_kafka.topics(cluster) as topics, closing(Place(topics, 2)) as place:
+        admin = AdminClient(place.options)
+        place.source = topics.name("led")
+        topic = NewTopic(place.source, 2, replica_assignment=[[2], [1]], config={"min.insync.replicas": "1"})
+        admin.create_topics([topic])[place.source].result(30)
+        for partition in (0, 1):
+            place.feed(range(10 * partition, 10 * partition + 5), partition=partition)
+        with running(place.member(copied(place))):
+            wait_until(lambda: place.position() == 10, 60, "the position")
+        yield cluster, place
+
+
+def test_the_others_are_read_until_its_leader_is_back(away):
+    cluster, place = away
+    place.feed(range(15, 20), partition=1)
+    cluster.kill_broker(0)
+    member, other = place.member(copied(place)), place.member(copied(place))
+    with running(member):
+        place.feed(range(5, 10), partition=0)
+        wait_until(lambda: place.positions()[0].offset == 10, 120, "the messages of the other one")
+        # One of them has only the partition without a leader, and does not disturb the other one.
+        with running(other):
+            place.feed(range(20, 25), partition=0)
+            wait_until(lambda: place.positions()[0].offset == 15, 120, "more of them")
+            assert place.positions()[1].offset == 5
+            cluster.start_broker(0)
+            wait_until(lambda: [each.offset for each in place.positions()] == [15, 10], 120, "its messages")
+    assert sum(map(len, place.come(25).values())) == 25
+
+
+def test_its_log_is_checked_before_its_messages_are_used(place, monkeypatch):
+    require_whole = _session.require_whole
+    asked: list[set[int]] = []
+
+    def without_a_leader(consumer: Any, positions: Any, *more: Any) -> set[Any]:
+        asked.append({each.partition for each in positions})
+        if len(asked) > 1:
+            raise InputLost("it was cut")
+        return require_whole(consumer, positions, *more) | {(place.source, 1)}
+
+    for partition in range(4):
+        place.feed(range(partition, partition + 1), partition=partition)
+    with running(place.member(copied(place))):
+        wait_until(lambda: place.position() == 4, 60, "the position")
+    monkeypatch.setattr(_session, "require_whole", without_a_leader)
+    place.feed(range(4, 8), partition=1)
+
+    def checked() -> None:
+        with running(place.member(copied(place))):
+            wait_until(lambda: len(asked) > 1, 60, "the check")
+
+    with pytest.raises(InputLost, match="it was cut"):
+        checked()
+    assert asked == [{0, 1, 2, 3}, {1}]
+    assert place.positions()[1].offset == 1
