@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psycopg
+import pytest
 from audit_support import EVENTS, Pipeline, pipeline
 from nursery import NURSERY
 from prometheus_client import generate_latest
@@ -172,6 +173,27 @@ def test_a_transaction_that_is_open_may_still_bring_events(pipeline):
         connection.commit()
     assert count(follower) == 0
     assert counts(pipeline) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("cause", ["a transaction is open", "the clock went back"])
+def test_a_topic_that_is_behind_does_not_go_back(pipeline, monkeypatch, cause):
+    """An old transaction is open, so that nothing is known to be over, or less is over than before."""
+    pipeline.run(
+        "INSERT INTO outbox.verified (topic, verified_until) SELECT topic, date_trunc('minute', now() - ago::interval) "
+        f"FROM (VALUES ('', '6 minutes'), ('{pipeline.topic}', '1 hour')) AS v(topic, ago)"
+    )
+    rows = "SELECT topic, verified_until FROM outbox.verified ORDER BY 1"
+    before, follower = pipeline.rows(rows), pipeline.follower()
+    minute = int(dt.datetime.now(dt.UTC).timestamp()) // 60
+    with psycopg.connect(pipeline.database.url) as connection, monkeypatch.context() as patched:
+        if cause == "the clock went back":
+            patched.setattr(Follower, "_closed", lambda *_: minute - 120)
+        else:
+            Outbox().add(connection, Event(pipeline.kind, "key", "Placed", {}))
+        assert (follower.advance(), pipeline.rows(rows)) == ([], before)
+        connection.rollback()
+    # The relay, which has just started, may have a transaction, too.
+    wait_until(lambda: follower.advance() and pipeline.rows(rows)[1] > before[1], what="the topic to move on")
 
 
 def test_minutes_of_which_the_archive_knows_nothing_are_skipped(pipeline):
