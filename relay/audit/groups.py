@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, LiteralString
@@ -187,6 +187,18 @@ def expected_of(
             if cell.last >= position or cell.untimed:
                 unsure.add(minute)
     return expected, waiting, unsure
+
+
+def with_applied(
+    windows: Sequence[Window], groups: Sequence[Group], applied: Mapping[tuple[str, int], Sum]
+) -> list[Window]:
+    """Add a window for each minute of which only a group has events."""
+    there = set(windows)
+    for group in groups:
+        minutes = {minute for name, minute in applied if name == group.name}
+        minutes -= {window.minute for window in there if window.topic in group.topics}
+        there |= {Window(min(group.topics), minute) for minute in minutes}
+    return sorted(there, key=lambda one: (one.minute, one.topic))
 
 
 def given_up(
