@@ -100,6 +100,24 @@ def test_what_a_group_has_not_reached_is_not_verified(pipeline):
     assert behind(pipeline) < 8
 
 
+def test_what_an_at_most_once_consumer_that_was_killed_may_confirm_yet_is_not_verified(pipeline):
+    """Its position has passed the batch that it had in hand."""
+    ids = pipeline.sent()
+    pipeline.applied(EVENTS, delivery="at-most-once")
+    assert pipeline.rows("SELECT unconfirmed_from FROM consumer.offsets WHERE unconfirmed_from IS NOT NULL") == []
+    record = pipeline.record(ids[3])
+    pipeline.run(
+        f"UPDATE consumer.offsets SET unconfirmed_from = {record.offset()}, unconfirmed_end = next_offset, "
+        f"updated_at = now() WHERE part = {record.partition()}"
+    )
+    assert count(pipeline.follower()) == 0
+    assert behind(pipeline) > 9
+    pipeline.run("UPDATE consumer.offsets SET updated_at = now() - interval '5 minutes'")
+    assert count(pipeline.follower()) == 1
+    assert (counts(pipeline), verified(pipeline).differences[0]["group"]) == ((1, 0, 0, 0), pipeline.group)
+    assert behind(pipeline) < 8
+
+
 def test_a_topic_does_not_wait_for_another(pipeline):
     pipeline.sent()
     pipeline.applied(EVENTS)
