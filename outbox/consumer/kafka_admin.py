@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import functools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -202,13 +203,29 @@ class KafkaAdmin:
 
     def compacted(self, topics: Iterable[str]) -> bool:
         """Return whether Kafka may compact one of the topics. True too if the client has no right to read that."""
-        wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
         try:
-            with self._ask() as seconds:
-                asked = self._admin.describe_configs(wanted, request_timeout=seconds)
-                return any("compact" in str(one.result()["cleanup.policy"].value) for one in asked.values())
+            return any("compact" in str(one["cleanup.policy"].value) for one in self._configurations(topics))
         except KafkaException:
             return True
+
+    def retention_seconds(self, topic: str) -> float | None:
+        """Return the age from which on Kafka deletes a topic's messages; infinity if it never does.
+
+        None if it may delete younger ones, because their size is limited, or the client has no right to read that.
+        """
+        try:
+            [found] = self._configurations([topic])
+        except KafkaException:
+            return None
+        if int(found["retention.bytes"].value) >= 0:
+            return None
+        milliseconds = int(found["retention.ms"].value)
+        return milliseconds / 1000 if milliseconds >= 0 else math.inf
+
+    def _configurations(self, topics: Iterable[str]) -> list[Mapping[str, Any]]:
+        wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
+        with self._ask() as seconds:
+            return [one.result() for one in self._admin.describe_configs(wanted, request_timeout=seconds).values()]
 
     def _snapshot(self, topics: Sequence[str], high_watermarks: bool, optional: Collection[Partition]) -> TopicSnapshot:
         described, missing = {}, []

@@ -7,10 +7,11 @@ Three readers that know nothing of each other's progress:
 - groups.py reads what each consumer group has applied, in the sink.
 
 Events are counted and summed by minute (sums.py). comparison.py compares the sums, and only where they differ the
-events one by one. certificate.py writes the sums to a file, from which anyone can repeat them.
+events one by one. coverage.py says what can be compared. certificate.py writes the sums to a file, from which anyone
+can repeat them.
 
-In a comparison one by one, Kafka is read first, then both databases, then what has come to Kafka meanwhile. So nothing
-that is under way is taken for a difference:
+In a comparison one by one, Kafka is read first, then both databases, then what has come to Kafka meanwhile, and what
+was deleted. So nothing that is under way is taken for a difference:
 
 | what happens during it                    | why it is no difference                                                  |
 |-------------------------------------------|--------------------------------------------------------------------------|
@@ -20,4 +21,5 @@ that is under way is taken for a difference:
 | a group applies a message                 | its position has passed it; the second reading of Kafka finds the        |
 |                                           | message if the first did not                                             |
 | a transaction on Kafka is open            | what is behind it counts as not published yet                            |
+| old events are deleted                    | their minutes are expired, or what was committed is not known            |
 """

@@ -18,6 +18,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import connect
 from outbox.errors import ConfigurationError
 from relay.audit import ledger
+from relay.audit.coverage import Coverage
 from relay.audit.findings import (
     DIFFERENT,
     EQUAL,
@@ -30,7 +31,8 @@ from relay.audit.findings import (
     WindowAudit,
     parts,
 )
-from relay.audit.groups import Group, Groups, expected_of, given_up
+from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
+from relay.audit.records import repeats, unknown, unlike_archived
 from relay.audit.sums import (
     MODULUS,
     NOTHING,
@@ -41,8 +43,9 @@ from relay.audit.sums import (
     minute_of,
     minute_of_id,
     minute_start,
+    unlike,
 )
-from relay.audit.tables import UNPUBLISHED, Archived, Committed, Misplaced, Tables
+from relay.audit.tables import UNPUBLISHED, Archived, Committed, Misplaced, Tables, out_of_order
 from relay.audit.topics import Cell, OnKafka, Topics, window_sums
 from relay.config import Settings, shared_source_note
 from relay.database import Connector
@@ -51,8 +54,6 @@ from relay.operations.trace import topics_of
 from relay.parts import build_router
 
 _MOST_COMPARED: Final = 1_000_000
-# How far the clocks of a writer and a relay may be apart.
-_CLOCKS_SECONDS: Final = 60
 
 
 def audit(settings: Settings, scope: Scope) -> Audit:
@@ -82,8 +83,8 @@ class _Comparison:
         kept = found if isinstance(found, ledger.LedgerState) else None
         self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
         self._ledger = kept is not None and kept.key == self._key
-        # Events of the minute in which it was turned on may have been written before.
-        self._ledger_from = minute_of(kept.since) + 1 if kept and self._ledger else self._minutes.stop
+        self._coverage = Coverage(self._minutes)
+        self._coverage.of_ledger(found, self._key)
         self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
         if isinstance(found, str):
             self._audit.notes.append(found)
@@ -91,6 +92,10 @@ class _Comparison:
             *(self._connection, settings.db_schema, self._router, scope.topics, self._minutes, self._key),
             order_minutes=scope.order_minutes,
         )
+        self._deleted: set[bytes] = set()
+        """The ids of events that Kafka has had."""
+        self._placed: dict[bytes, tuple[Partition, int]] = {}
+        """By id, where Kafka has events of which the archive does not know that."""
         self._groups: Groups | None = None
         if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
             self._groups = Groups(self._sink, settings.consumer_schema, scope.group, self._minutes, self._key)
@@ -99,48 +104,35 @@ class _Comparison:
         with self._tables.snapshot():
             self._now = minute_of(self._tables.now())
             unpublished = self._tables.unpublished()
-            lowest = self._tables.lowest()
-            archived = self._tables.archived()
-        # Relays that keep no archive any more leave the old one.
-        off = self._settings.relay.archive_days == 0
-        self._archive = (
-            range(0) if archived is None else range(archived[0], archived[1] + 1 if off else self._minutes.stop)
-        )
-        self._own, topics = self._topic_names({*unpublished[0], *unpublished[1]}, {place.topic for place in lowest})
+            written = self._tables.ledger() if self._ledger else {}
+            places = self._tables.places()
+            self._coverage.of_archive(self._tables.archived(), on=self._settings.relay.archive_days > 0)
+        there = {*unpublished[0], *unpublished[1], *written}
+        self._coverage.own, topics = self._topic_names(there, places.topics)
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
-        self._extents = self._topics.extents(self._audit.since, lowest, complete=self._minutes.start in self._archive)
+        complete = places.complete and self._minutes.start in self._coverage.archive
+        self._extents = self._topics.extents(self._audit.since, places.lowest, complete=complete)
         self._missing_topics(topics)
         with ThreadPoolExecutor(1) as pool:
             # Postgres adds up the archive meanwhile.
             archive = pool.submit(self._read_archive)
             cells, first = self._topics.sums(self._extents, self._minutes)
-            committed, written, misplaced = archive.result()
+            committed, misplaced = archive.result()
         there = {*committed, *chain.from_iterable(unpublished), *written}
         groups, applied = self._applied(topics)
-        self._expired = self._lost_before(topics, first)
+        admin, end = KafkaAdmin(self._options), (self._now + 1) * WINDOW_SECONDS
+        self._audit.notes += self._coverage.of_retention(admin, self._extents, first, end)
+        self._look_again()
 
         ids, wholes = window_sums(cells)
-        found = {}
-        for window in self._with_applied([*there, *ids], groups, applied):
-            found[window] = one = WindowAudit(window, None, ids.get(window, NOTHING).events)
-            left = [found_in.get(window, NOTHING) for found_in in unpublished]
-            one.waiting, one.dead, one.discarded = (part.events for part in left)
-            one.sums["kafka"] = ids.get(window, NOTHING).hashes
-            here = committed.get(window, Committed()) if self._archived(window) else None
-            published = ids.get(window, NOTHING) if here is None else here.ids
-            if here is not None:
-                one.committed = sum((part.events for part in left), here.ids.events)
-            if window.minute >= self._ledger_from:
-                all_of_it = written.get(window, NOTHING)
-                one.committed, one.sums["ledger"] = all_of_it.events, all_of_it.hashes
-                if all_of_it != sum(left, published):
-                    one.state = DIFFERENT
-            if self._lost(window):
-                one.state = EXPIRED
-            elif here is not None and not (here.complete and here.wholes == wholes.get(window, NOTHING)):
-                one.state = DIFFERENT
+        windows = with_applied([*there, *ids], groups, applied)
+        found = self._compare_sums(windows, unpublished, written, committed, ids, wholes)
         self._compare_groups(found, cells, groups, applied)
         self._one_by_one(found)
+        if self._placed:
+            # Their places are on Kafka only.
+            with self._tables.snapshot():
+                misplaced = self._tables.misplaced(self._placed)
         self._order(misplaced, found)
         for window, name, text in given_up(groups, cells):
             self._differ(found[window], "missing", None, text, name)
@@ -157,10 +149,18 @@ class _Comparison:
 
     # -- what is compared
 
-    def _read_archive(self) -> tuple[dict[Window, Committed], dict[Window, Sum], list[Misplaced]]:
+    def _read_archive(self) -> tuple[dict[Window, Committed], list[Misplaced]]:
         with self._tables.snapshot():
-            written = self._tables.ledger() if self._ledger else {}
-            return self._tables.committed(ids=self._ledger), written, self._tables.misplaced()
+            return self._tables.committed(ids=self._ledger), self._tables.misplaced()
+
+    def _look_again(self) -> None:
+        """Look what was deleted while the readers have read."""
+        if self._coverage.archive:
+            with self._tables.snapshot():
+                self._coverage.of_archive_again(self._tables.archived_since())
+        if self._ledger:
+            self._coverage.of_ledger(ledger.state(self._connection, self._settings.db_schema), self._key)
+        self._coverage.of_kafka(self._topics, self._extents)
 
     def _topic_names(self, windows: Collection[Window], archived: Collection[str]) -> tuple[set[str], set[str]]:
         """Return the topics to which events of this outbox go, and those to read: of another outbox they may be too."""
@@ -188,56 +188,13 @@ class _Comparison:
             groups = self._groups.groups(topics)
             return groups, self._groups.sums(groups)
 
-    @staticmethod
-    def _with_applied(
-        windows: Sequence[Window], groups: Sequence[Group], applied: Mapping[tuple[str, int], Sum]
-    ) -> list[Window]:
-        """Add a window for each minute of which only a group has events."""
-        there = set(windows)
-        for group in groups:
-            minutes = {minute for name, minute in applied if name == group.name}
-            minutes -= {window.minute for window in there if window.topic in group.topics}
-            there |= {Window(min(group.topics), minute) for minute in minutes}
-        return sorted(there, key=lambda one: (one.minute, one.topic))
-
-    def _archived(self, window: Window) -> bool:
-        """Return whether the archive has all events of a window that were published."""
-        return window.minute in self._archive and window.topic in self._own
-
-    def _lost_before(self, topics: Collection[str], first: Mapping[Partition, int]) -> dict[str, float]:
-        """Return for each topic that may have lost records the time, in seconds, before which it may have."""
-        expired: dict[str, float] = {}
-        for place, extent in self._extents.items():
-            if extent.cut:
-                begins = first[place] / 1000 + _CLOCKS_SECONDS if place in first else float("inf")
-                expired[place.topic] = max(expired.get(place.topic, 0.0), begins)
-        admin = KafkaAdmin(self._options)
-        for topic in {place.topic for place in self._extents} & set(topics):
-            if admin.compacted([topic]):
-                expired[topic] = float("inf")
-                self._audit.notes.append(
-                    f"topic {topic} may be compacted (cleanup.policy), and then Kafka deletes records: not compared"
-                )
-        return expired
-
-    def _lost(self, window: Window) -> bool:
-        return window.minute * 60 < self._expired.get(window.topic, 0)
-
     def _missing_topics(self, topics: Collection[str]) -> None:
         for topic in sorted(set(topics) - {place.topic for place in self._extents}):
             self._audit.notes.append(f"topic {topic} does not exist, or these credentials may not DESCRIBE it")
 
     def _say_what_was_left_out(self, groups: Sequence[Group]) -> None:
         notes = self._audit.notes
-        if any(window.committed is None for window in self._audit.windows):
-            until = ""
-            if self._archive:
-                first, end = minute_start(self._archive.start), minute_start(self._archive.stop)
-                until = f" besides {first:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
-            notes.append(
-                f"the archive has no events{until}: what was committed is not known there; set "
-                "OUTBOX_RELAY__ARCHIVE_DAYS on relays and here, or `outbox db ledger on`"
-            )
+        notes += self._coverage.notes(self._audit.windows)
         for group in groups:
             if not group.remembers:
                 notes.append(
@@ -252,7 +209,41 @@ class _Comparison:
     def _under_way(self, one: WindowAudit) -> bool:
         return one.waiting > 0 or one.window.minute >= self._now or any(group.waiting for group in one.groups.values())
 
-    # -- sums of groups
+    # -- sums
+
+    def _compare_sums(
+        self,
+        windows: Collection[Window],
+        unpublished: Sequence[Mapping[Window, Sum]],
+        written: Mapping[Window, Sum],
+        committed: Mapping[Window, Committed],
+        ids: Mapping[Window, Sum],
+        wholes: Mapping[Window, Sum],
+    ) -> dict[Window, WindowAudit]:
+        """Compare the outbox with Kafka, of which ``ids`` and ``wholes`` are the sums."""
+        found: dict[Window, WindowAudit] = {}
+        known: dict[Window, Sum] = {}
+        for window in windows:
+            found[window] = one = WindowAudit(window, None, ids.get(window, NOTHING).events)
+            left = [found_in.get(window, NOTHING) for found_in in unpublished]
+            one.waiting, one.dead, one.discarded = (part.events for part in left)
+            one.sums["kafka"] = ids.get(window, NOTHING).hashes
+            here = committed.get(window, Committed()) if self._coverage.archived(window) else None
+            published = ids.get(window, NOTHING) if here is None else here.ids
+            if here is not None:
+                one.committed = sum((part.events for part in left), here.ids.events)
+            if self._coverage.counted(window):
+                all_of_it = written.get(window, NOTHING)
+                one.committed, one.sums["ledger"] = all_of_it.events, all_of_it.hashes
+                known[window] = sum(left, published)
+            if self._coverage.lost(window):
+                one.state = EXPIRED
+            elif here is not None and not (here.complete and here.wholes == wholes.get(window, NOTHING)):
+                one.state = DIFFERENT
+        for window in unlike(known, written):
+            if found[window].state != EXPIRED:
+                found[window].state = DIFFERENT
+        return found
 
     def _compare_groups(
         self,
@@ -287,7 +278,7 @@ class _Comparison:
             # All topics of a minute: an event of another one may have come meanwhile.
             windows = [Window(topic, minute) for minute in minutes for topic in topics]
             for window in windows:
-                state = EXPIRED if self._lost(window) else EQUAL
+                state = EXPIRED if self._coverage.lost(window) else EQUAL
                 found.setdefault(window, WindowAudit(window, None, 0, state=state))
             count = sum(found[window].kafka for window in windows)
             if compared and compared + count > _MOST_COMPARED:
@@ -310,57 +301,81 @@ class _Comparison:
         taken = self._ids_of_groups(windows, on_kafka)
         more, hidden = self._topics.since(extents)
         late = self._topics.events(more, windows)
+        self._look_again()
         ends = {place: one.end for place, one in more.items()}
+        accounted: dict[Window, tuple[Sum, bool]] = {}
         for window in windows:
             one, records = found[window], on_kafka[window]
+            if self._coverage.lost(window):
+                one.state = EXPIRED
+                continue
             one.state = EQUAL
             one.kafka, one.repeated = len(records), sum(map(len, records.values())) - len(records)
             one.sums["kafka"] = self._sum(records)
             one.waiting, one.dead, one.discarded = (len(ids[window]) for ids in left)
             known = set(archived[window]).union(*(ids[window] for ids in left))
-            self._name_repeats(one, records)
-            if self._archived(window):
+            for event_id, text in repeats(records):
+                self._differ(one, "repeated", event_id, text)
+            if self._coverage.archived(window):
                 one.committed = len(known)
                 self._compare_archive(one, archived[window], records, late[window], ends, hidden)
-                self._name_unknown(one, records, known)
+                known |= self._unarchived(one, records, known, written)
+                for event_id, text in unknown(records, known):
+                    self._differ(one, "unknown", event_id, text)
             else:
+                one.committed = None
                 known |= records.keys() | late[window].keys()
-            # Without an archive, what is between the outbox and its readers may be under way.
-            whole = self._archived(window) or not (one.waiting or window.topic in hidden)
-            if window.minute >= self._ledger_from:
-                in_ledger = written.get(window, NOTHING)
-                if whole:
-                    self._compare_ledger(one, in_ledger, known)
-                elif in_ledger != Sum(len(known), self._sum(known)):
-                    # The rest may be what waits, or what an open transaction hides.
-                    one.state = OPEN
+            if self._coverage.counted(window):
+                # Without an archive, what is between the outbox and its readers may be under way.
+                whole = self._coverage.archived(window) or not (one.waiting or window.topic in hidden)
+                accounted[window] = Sum(len(known), self._sum(known)), whole
+        self._compare_ledger(found, accounted, written)
+        windows = [window for window in windows if found[window].state != EXPIRED]
         for group, applied, excused in taken:
             self._compare_group(found, windows, group, applied, excused, on_kafka, late)
 
-    def _name_repeats(self, one: WindowAudit, on_kafka: Mapping[bytes, Sequence[OnKafka]]) -> None:
-        for event_id, records in on_kafka.items():
-            if len(records) > 1:
-                places = ", ".join(f"{record.place.number} offset {record.offset}" for record in records)
-                self._differ(one, "repeated", event_id, f"stands {len(records)} times: partition {places}")
+    def _unarchived(
+        self,
+        window: WindowAudit,
+        on_kafka: Mapping[bytes, Sequence[OnKafka]],
+        known: set[bytes],
+        written: Mapping[Window, Sum],
+    ) -> set[bytes]:
+        """Return the ids on Kafka of events that were committed, or may have been, while relays kept no archive."""
+        more = on_kafka.keys() - known
+        if more and self._coverage.counted(window.window):
+            everything = known | more
+            if written.get(window.window) == Sum(len(everything), self._sum(everything)):
+                return more
+        more = {one for one in more if on_kafka[one][0].milliseconds > self._coverage.archive_until * 1000}
+        if more:
+            window.committed = None
+        return more
 
-    def _name_unknown(
-        self, one: WindowAudit, on_kafka: Mapping[bytes, Sequence[OnKafka]], known: Collection[bytes]
+    def _compare_ledger(
+        self,
+        found: Mapping[Window, WindowAudit],
+        accounted: Mapping[Window, tuple[Sum, bool]],
+        written: Mapping[Window, Sum],
     ) -> None:
-        for event_id, records in on_kafka.items():
-            if event_id not in known:
-                place = f"partition {records[0].place.number} offset {records[0].offset}"
-                self._differ(one, "unknown", event_id, f"{place} has it, and the outbox has no row of it")
+        """Compare the number of events that were written with those that are known; the ledger has no ids.
 
-    def _compare_ledger(self, one: WindowAudit, written: Sum, known: Collection[bytes]) -> None:
-        """Compare the number of events that were written with those that are known; the ledger has no ids."""
-        one.committed, one.sums["ledger"] = written.events, written.hashes
-        found = Sum(len(known), self._sum(known))
-        # Of a minute that is not over, the readings differ by what is written meanwhile.
-        if found == written or one.window.minute >= self._now:
-            return
-        where = "its archive" if self._archived(one.window) else "on Kafka"
-        text = f"{written.events} events were written, and {found.events} are in the outbox or {where}"
-        self._differ(one, "missing" if written.events >= found.events else "unknown", None, text)
+        accounted   the sum over those that are known, and whether these must be all.
+        """
+        for window in accounted:
+            in_ledger = written.get(window, NOTHING)
+            found[window].committed, found[window].sums["ledger"] = in_ledger.events, in_ledger.hashes
+        for window in unlike({window: known for window, (known, _) in accounted.items()}, written):
+            one, (known, whole) = found[window], accounted[window]
+            if not whole:
+                # The rest may be what waits, or what an open transaction hides.
+                one.state = OPEN
+            # Of a minute that is not over, the readings differ by what is written meanwhile.
+            elif window.minute < self._now:
+                events = written.get(window, NOTHING).events
+                where = "its archive" if self._coverage.archived(window) else "on Kafka"
+                text = f"{events} events were written, and {known.events} are in the outbox or {where}"
+                self._differ(one, "missing" if events >= known.events else "unknown", None, text)
 
     def _compare_archive(
         self,
@@ -371,9 +386,13 @@ class _Comparison:
         ends: Mapping[Partition, int],
         hidden: Collection[str],
     ) -> None:
+        deleted = set()
         for event_id, row in archived.items():
             records = on_kafka.get(event_id) or late.get(event_id) or ()
             if not records:
+                if row.place is not None and (row.offset or 0) < self._coverage.low.get(row.place, 0):
+                    deleted.add(event_id)
+                    continue
                 behind = row.place is not None and row.place in ends and (row.offset or 0) >= ends[row.place]
                 if behind or (row.place is None and one.window.topic in hidden):
                     one.waiting += 1
@@ -381,18 +400,13 @@ class _Comparison:
                 where = "" if row.place is None else f", was at partition {row.place.number} offset {row.offset}"
                 self._differ(one, "missing", event_id, f"was published{where}, and is not on Kafka")
                 continue
-            if row.place is not None and not any((r.place, r.offset) == (row.place, row.offset) for r in records):
-                record = records[0]
-                kind = "order" if record.place == row.place else "partition"
-                self._differ(
-                    one,
-                    kind,
-                    event_id,
-                    f"was published to partition {row.place.number} offset {row.offset}, and stands in partition "
-                    f"{record.place.number} at offset {record.offset}",
-                )
-            if any(record.content != row.content for record in records):
-                self._differ(one, "payload", event_id, "key, type, value or headers differ from those in the archive")
+            if row.place is None:
+                self._placed[event_id] = records[0].place, records[0].offset
+            for kind, text in unlike_archived(row, records):
+                self._differ(one, kind, event_id, text)
+        if deleted and one.state == EQUAL:
+            one.state = EXPIRED
+        self._deleted |= deleted
 
     def _ids_of_groups(
         self, windows: Sequence[Window], on_kafka: Mapping[Window, Mapping[bytes, Any]]
@@ -447,11 +461,11 @@ class _Comparison:
                     )
         if not mine or not group.remembers or not self._reads_only_ours(group):
             return
-        known = self._topics.copies.union(chain.from_iterable(chain(on_kafka.values(), late.values())))
+        known = self._topics.copies.union(self._deleted, *on_kafka.values(), *late.values())
         for event_id in applied - known:
             minute = minute_of_id(event_id)
             here = next((one for one in mine if minute is None or one.minute == minute), None)
-            if here is not None and all(here.minute * 60 >= self._expired.get(topic, 0) for topic in group.topics):
+            if here and all(found[Window(topic, here.minute)].state != EXPIRED for topic in group.topics):
                 self._differ(found[here], "unknown", event_id, "was applied, and is not on Kafka", group.name)
 
     def _sum(self, ids: Iterable[bytes]) -> int:
@@ -463,29 +477,8 @@ class _Comparison:
         return group.reads <= read and not any(self._topics.others[topic] for topic in group.topics)
 
     def _order(self, misplaced: Sequence[Misplaced], found: Mapping[Window, WindowAudit]) -> None:
-        """Name events that stand before an earlier one of their key, or outside of the partition of their key."""
-        been: dict[tuple[str, str], set[int]] = {}
-        for pair in misplaced:
-            if pair.place == pair.before:
-                kind, event_id = "order", pair.event_id
-                text = (
-                    f"offset {pair.offset} of partition {pair.place.number} comes before {pair.before_id} at "
-                    f"{pair.before_offset}, an event of its key {pair.key} with a lower number. Either the order was "
-                    "broken, or two transactions wrote the key at the same time (see lock_key)"
-                )
-            else:
-                # Where partitions are added, a key may change its partition, and does not come back. It may have left
-                # it before the range.
-                seen = been.setdefault((pair.place.topic, pair.key), set())
-                seen.add(pair.before.number)
-                if pair.place.number not in seen:
-                    continue
-                kind, event_id = "partition", pair.before_id
-                text = (
-                    f"stands in partition {pair.before.number}, and events of its key {pair.key} before and after it "
-                    f"in partition {pair.place.number}"
-                )
-            one = found.get(pair.window)
+        for window, kind, event_id, text in out_of_order(misplaced):
+            one = found.get(window)
             if one is not None and one.state != EXPIRED:
                 self._differ(one, kind, event_id, text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, LiteralString
@@ -21,8 +21,11 @@ from relay.audit.topics import Cell
 from relay.database import one_snapshot
 from relay.kafka.offsets import Partition
 
+# A consumer that is killed gives up what it has not confirmed. It may be confirmed yet for a while: so long the group's
+# position is before it.
 _GROUPS: Final = """
-SELECT g.grp, g.strategy, g.forgotten_before, o.topic, o.part, o.next_offset
+SELECT g.grp, g.strategy, g.forgotten_before, o.topic, o.part,
+       CASE WHEN {settled} THEN o.next_offset ELSE least(o.next_offset, o.unconfirmed_from) END
   FROM {groups} AS g JOIN {offsets} AS o ON o.grp = g.grp
  WHERE %(group)s::text IS NULL OR g.grp = %(group)s
  ORDER BY 1, 4, 5"""
@@ -51,20 +54,22 @@ UNION ALL
 SELECT details->>'topic', (details->>'part')::integer, (details->>'offset')::bigint FROM {audit}
  WHERE what = 'discard dead letter' AND details->>'group' = %(group)s"""
 
-# What a consumer has given up just now may be confirmed yet.
 _GIVEN_UP: Final = """
 SELECT grp, topic, part, first_offset, end_offset FROM {losses}
  WHERE kind = 'given-up' AND grp = ANY(%(groups)s) AND found_at >= %(since)s
 UNION ALL
 SELECT grp, topic, part, unconfirmed_from, unconfirmed_end FROM {offsets}
- WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes' AND grp = ANY(%(groups)s)
+ WHERE unconfirmed_from IS NOT NULL AND {settled} AND grp = ANY(%(groups)s)
  ORDER BY 1, 2, 3, 4"""
+
+_SETTLED: Final = "updated_at <= now() - interval '5 minutes'"
 
 _ID: Final = sql.SQL("message_id")
 _PARTS: Final = {"has_time": sql.SQL(HAS_TIME).format(id=_ID), "minute": sql.SQL(MINUTE).format(id=_ID)}
 _PIECES: Final[dict[str, sql.Composable]] = {
     **_PARTS,
     "chosen": sql.SQL(_CHOSEN).format(**_PARTS),
+    "settled": sql.SQL(_SETTLED),
     "ids": total("ids"),
     "hashed": halves("ids", sql.SQL("pg_catalog.uuid_send(message_id)")),
 }
@@ -76,7 +81,7 @@ class Group:
 
     remembers         whether it keeps the ids of what it has applied; otherwise only its positions can be audited.
     forgotten_before  the ids of earlier days are no longer all there.
-    positions         the next offset of each partition of audited topics.
+    positions         the next offset of each partition of audited topics, or the first that may be confirmed yet.
     reads             all topics that it reads.
     given_up          the ranges of offsets that it has given up at-most-once, by partition.
     """
@@ -187,6 +192,18 @@ def expected_of(
             if cell.last >= position or cell.untimed:
                 unsure.add(minute)
     return expected, waiting, unsure
+
+
+def with_applied(
+    windows: Sequence[Window], groups: Sequence[Group], applied: Mapping[tuple[str, int], Sum]
+) -> list[Window]:
+    """Add a window for each minute of which only a group has events."""
+    there = set(windows)
+    for group in groups:
+        minutes = {minute for name, minute in applied if name == group.name}
+        minutes -= {window.minute for window in there if window.topic in group.topics}
+        there |= {Window(min(group.topics), minute) for minute in minutes}
+    return sorted(there, key=lambda one: (one.minute, one.topic))
 
 
 def given_up(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import hashlib
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, LiteralString, NamedTuple
@@ -44,6 +45,26 @@ class Sum:
 
 
 NOTHING: Final = Sum()
+
+
+def unlike(known: Mapping[Window, Sum], written: Mapping[Window, Sum]) -> list[Window]:
+    """Return the windows of which something else was written than is known.
+
+    None of a minute of which that is equal over all topics: then events went elsewhere, as routes have changed since.
+    """
+    here, there = _by_minute(known), _by_minute(written)
+    return [
+        window
+        for window, one in known.items()
+        if one != written.get(window, NOTHING) and here[window.minute] != there[window.minute]
+    ]
+
+
+def _by_minute(windows: Mapping[Window, Sum]) -> defaultdict[int, Sum]:
+    found: defaultdict[int, Sum] = defaultdict(Sum)
+    for window, one in windows.items():
+        found[window.minute] += one
+    return found
 
 
 def hash_of(key: bytes, content: bytes) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, LiteralString, NamedTuple
 
@@ -82,9 +83,17 @@ _LEDGER: Final = """
 SELECT aggregate_type, minute, sum(events), sum(hashes) FROM {ledger}
  WHERE minute >= %(first_minute)s AND minute < %(end_minute)s GROUP BY 1, 2"""
 
-# The lowest offsets at which events of the range were acknowledged.
+# The lowest offsets at which events of the range were acknowledged; NULL for those of which that is not known.
 _PLACES: Final = """
-SELECT topic, partition, min("offset") FROM {archived} AS e WHERE topic IS NOT NULL GROUP BY 1, 2"""
+SELECT aggregate_type, topic, partition, min("offset") FROM {archived} AS e GROUP BY 1, 2, 3"""
+
+# The archive with the places that Kafka has of events that were settled from a marker.
+_PLACED: Final = """(
+    SELECT a.id, a.event_id, a.aggregate_type, a.aggregate_id, a.created_at, coalesce(a.topic, p.topic) AS topic,
+           coalesce(a.partition, p.partition) AS partition, coalesce(a."offset", p."offset") AS "offset"
+      FROM {archived} AS a
+      LEFT JOIN unnest(%(ids)s::uuid[], %(topics)s::text[], %(partitions)s::integer[], %(offsets)s::bigint[])
+                AS p(event_id, topic, partition, "offset") ON p.event_id = a.event_id)"""
 
 # Each event whose record comes before that of an event of its key with a lower id, or is in another partition. Those
 # out of order come first.
@@ -94,7 +103,7 @@ SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset
   FROM (SELECT id, aggregate_type, aggregate_id, topic, {minute} AS minute, event_id, partition, "offset",
                lag(event_id) OVER key AS before_id, lag(partition) OVER key AS before_partition,
                lag("offset") OVER key AS before_offset
-          FROM {archived} AS e WHERE topic IS NOT NULL
+          FROM {table} AS e WHERE topic IS NOT NULL
         WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id ORDER BY id)) AS pairs
  WHERE partition <> before_partition OR "offset" < before_offset
 ORDER BY minute < %(first_minute)s, partition <> before_partition, minute, id LIMIT 20000"""
@@ -126,6 +135,19 @@ class Committed(NamedTuple):
         return self.ids.events == self.wholes.events
 
 
+class Places(NamedTuple):
+    """Where archived events stand.
+
+    topics    all to which they went.
+    lowest    the lowest offset of each partition, as far as it is known.
+    complete  whether it is known of each: it is not where an event was settled from a marker.
+    """
+
+    topics: Collection[str]
+    lowest: Mapping[Partition, int]
+    complete: bool
+
+
 class Archived(NamedTuple):
     """An archived event. ``place`` and ``offset`` are None if it was settled from a marker after a crash."""
 
@@ -145,6 +167,33 @@ class Misplaced(NamedTuple):
     before_id: str
     before: Partition
     before_offset: int
+
+
+def out_of_order(misplaced: Iterable[Misplaced]) -> Iterator[tuple[Window, str, str, str]]:
+    """Yield events that stand before an earlier one of their key, or outside of the partition of their key.
+
+    With the kind of the difference, the event's id and a text.
+    """
+    been: dict[tuple[str, str], set[int]] = {}
+    for pair in misplaced:
+        if pair.place == pair.before:
+            text = (
+                f"offset {pair.offset} of partition {pair.place.number} comes before {pair.before_id} at "
+                f"{pair.before_offset}, an event of its key {pair.key} with a lower number. Either the order was "
+                "broken, or two transactions wrote the key at the same time (see lock_key)"
+            )
+            yield pair.window, "order", pair.event_id, text
+            continue
+        # Where partitions are added, a key may change its partition, and does not come back. It may have left it before
+        # the range.
+        seen = been.setdefault((pair.place.topic, pair.key), set())
+        seen.add(pair.before.number)
+        if pair.place.number in seen:
+            text = (
+                f"stands in partition {pair.before.number}, and events of its key {pair.key} before and after it "
+                f"in partition {pair.place.number}"
+            )
+            yield pair.window, "partition", pair.before_id, text
 
 
 class Tables:
@@ -190,8 +239,8 @@ class Tables:
         with unavailable_on_error("reading the events to audit"), one_snapshot(self._connection, STATEMENT_SECONDS):
             yield
 
-    def archived(self) -> tuple[int, int] | None:
-        """Return the first and the last minute since which, and up to which, the archive is known to have been on.
+    def archived(self) -> tuple[int, dt.datetime] | None:
+        """Return the minute since which the archive is known to have been on, and the time of its last event.
 
         None if it has no events of the range, or later ones.
         """
@@ -199,7 +248,14 @@ class Tables:
         if first is None:
             return None
         # In the minute of its first event it may have been on for a part.
-        return self._minutes.start if earlier else minute_of(first) + 1, minute_of(last)
+        return self._minutes.start if earlier else minute_of(first) + 1, last
+
+    def archived_since(self) -> int | None:
+        """Return only the first of the two. That is fast as long as the archive has earlier events."""
+        if self._rows(_EARLIER)[0][0]:
+            return self._minutes.start
+        found = self.archived()
+        return None if found is None else found[0]
 
     def now(self) -> dt.datetime:
         found: dt.datetime = self._rows(_NOW)[0][0]
@@ -225,9 +281,18 @@ class Tables:
     def ledger(self) -> dict[Window, Sum]:
         return self._summed(_LEDGER)
 
-    def lowest(self) -> dict[Partition, int]:
-        """Return the lowest offset of each partition at which an archived event of the range stands."""
-        return {Partition(topic, number): offset for topic, number, offset in self._rows(_PLACES)}
+    def places(self) -> Places:
+        """Return where the archived events of the range stand."""
+        lowest: dict[Partition, int] = {}
+        topics, complete = set[str](), True
+        for kind, topic, number, offset in self._rows(_PLACES):
+            window = self._window(kind, topic, 0)
+            if topic is not None:
+                place = Partition(topic, number)
+                lowest[place] = min(offset, lowest.get(place, offset))
+            complete = complete and topic is not None
+            topics |= set() if window is None else {window.topic}
+        return Places(topics, lowest, complete)
 
     def events(self, windows: Collection[Window]) -> dict[Window, dict[bytes, Archived]]:
         """Return the archived events of these windows, by their ids (16 bytes)."""
@@ -255,10 +320,22 @@ class Tables:
                 found[window].add(event_id.bytes)
         return found
 
-    def misplaced(self) -> list[Misplaced]:
-        """Return events that stand before one of their key with a lower id, or in another partition than that."""
+    def misplaced(self, places: Mapping[bytes, tuple[Partition, int]] | None = None) -> list[Misplaced]:
+        """Return events that stand before one of their key with a lower id, or in another partition than that.
+
+        places   by id (16 bytes), those of events of which the archive has none.
+        """
         found = []
-        rows = self._rows(_ORDER, None, **self._of_order)
+        if places:
+            values = {
+                "ids": [uuid.UUID(bytes=one) for one in places],
+                "topics": [place.topic for place, _ in places.values()],
+                "partitions": [place.number for place, _ in places.values()],
+                "offsets": [offset for _, offset in places.values()],
+            }
+            rows = self._rows(_ORDER, "placed", **self._of_order, **values)
+        else:
+            rows = self._rows(_ORDER, "archived", **self._of_order)
         for kind, key, topic, minute, event_id, number, offset, before_id, before, before_offset in rows:
             window = self._window(kind, topic, minute)
             if window is not None:
@@ -294,7 +371,7 @@ class Tables:
 
 def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
     pieces = names | event_minute(names) | {"original": sql.SQL(_ORIGINAL), "content": content()}
-    for name, text in (("archived", _ARCHIVED), ("whole", _WHOLE), ("discarded", _DISCARDED)):
+    for name, text in (("archived", _ARCHIVED), ("placed", _PLACED), ("whole", _WHOLE), ("discarded", _DISCARDED)):
         pieces[name] = sql.SQL(text).format(**pieces)
     return pieces | {
         "ids": total("ids"),

@@ -21,11 +21,12 @@ _SLACK_SECONDS: Final = 900
 
 
 class OnKafka(NamedTuple):
-    """One event's record. ``content`` is a hash of what it says."""
+    """One event's record. ``content`` is a hash of what it says; its time is that of Kafka."""
 
     place: Partition
     offset: int
     content: bytes
+    milliseconds: int
 
 
 class Cell:
@@ -105,6 +106,27 @@ class Topics:
         new = {one: Extent(behind[one], max(stable[one], behind[one])) for one in partitions}
         return new, {one.topic for one in partitions if stable[one] < high[one]}
 
+    def low(self, extents: Mapping[Partition, Extent]) -> dict[Partition, int]:
+        """Return the first offset of each of these partitions that still exists. Raises Unavailable."""
+        with unavailable_on_kafka_error("looking for the beginnings of the topics"):
+            return self._offsets.low(one for one in self._offsets.partitions(self._topics) if one in extents)
+
+    def times(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
+        """Return the time of each partition's first record from an offset on, in milliseconds, if there is one.
+
+        Raises Unavailable.
+        """
+        found: dict[Partition, int] = {}
+
+        def add(place: Partition, message: Message) -> None:
+            found.setdefault(place, message.timestamp()[1])
+
+        with unavailable_on_kafka_error("looking for the first records"):
+            stable = self._offsets.stable(starts)
+            there = {place: start for place, start in starts.items() if start < stable[place]}
+            self._read(there, {place: start + 1 for place, start in there.items()}, add)
+        return found
+
     def sums(
         self, extents: Mapping[Partition, Extent], minutes: range
     ) -> tuple[dict[tuple[Partition, int], Cell], dict[Partition, int]]:
@@ -131,7 +153,7 @@ class Topics:
             cell.whole += hash_of(self._key, whole(event_id, place.number, offset, content))
             cell.untimed += minute_of_id(event_id) is None
 
-        self._read(extents, add)
+        self._read_extents(extents, add)
         return cells, first
 
     def events(
@@ -146,10 +168,11 @@ class Topics:
                 return
             event_id, minute, content = event
             if (events := found.get(Window(place.topic, minute))) is not None:
-                record = OnKafka(place, message.offset() or 0, hash_of(b"", content).to_bytes(16))
+                said = hash_of(b"", content).to_bytes(16)
+                record = OnKafka(place, message.offset() or 0, said, message.timestamp()[1])
                 events.setdefault(event_id, []).append(record)
 
-        self._read(extents, add)
+        self._read_extents(extents, add)
         return found
 
     def _event(
@@ -173,7 +196,7 @@ class Topics:
         key, value = (part if isinstance(part, bytes) else None for part in (message.key(), message.value()))
         return event_id, minute, content_of(key, value, headers)
 
-    def _read(self, extents: Mapping[Partition, Extent], add: Callable[[Partition, Message], None]) -> None:
+    def _read_extents(self, extents: Mapping[Partition, Extent], add: Callable[[Partition, Message], None]) -> None:
         starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}
         ends = {place: extent.end for place, extent in extents.items()}
 
@@ -182,8 +205,16 @@ class Topics:
                 add(place, message)
 
         with unavailable_on_kafka_error(f"reading {', '.join(sorted(self._topics))}"):
-            for _ in read(self._options, starts, ends, within, isolation="read_committed", group="outbox-audit"):
-                pass
+            self._read(starts, ends, within)
+
+    def _read(
+        self,
+        starts: Mapping[Partition, int],
+        ends: Mapping[Partition, int],
+        make: Callable[[Partition, Message], None],
+    ) -> None:
+        for _ in read(self._options, starts, ends, make, isolation="read_committed", group="outbox-audit"):
+            pass
 
 
 def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Window, Sum], dict[Window, Sum]]:

@@ -189,18 +189,18 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
 @app.command()
 def release(
     lane: Annotated[int, typer.Argument(min=0, help="The lane to release.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Also from a relay that is alive: at-most-once, a key's order may break.")
+    ] = False,
     reason: Reason = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """End a lane's lease now, for example after the database's clock jumped back.
-
-    A relay that holds the lane loses it.
-    """
+    """End the lease of a lane whose relay is gone, for example after the database's clock jumped back."""
     from relay.operations.holding import release_lane
 
     why = require_reason(reason, "what happened")
     with outbox_session(database_url, "relay release") as (connection, settings):
-        freed = release_lane(connection, settings.db_schema, lane, why)
+        freed = release_lane(connection, settings.db_schema, lane, why, force=force)
     if freed is None:
         say(f"Lane {lane} is already free.")
     else:

@@ -32,11 +32,14 @@ UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
   FROM {leases} WHERE {ours}"""
 
 
+# Whether its relay is alive: of a killed one the row may not have run out, but the lock of its session is gone.
 _LANE: Final = """
 SELECT owner, lease_until::text,
        CASE WHEN isfinite(lease_until) THEN extract(epoch FROM lease_until - clock_timestamp())::float8 END,
-       lease_until >= clock_timestamp()
-  FROM {lanes} WHERE lane = %s FOR UPDATE"""
+       lease_until >= clock_timestamp(),
+       EXISTS (SELECT FROM {relays} AS r WHERE r.instance = l.owner AND {alive}
+                AND (r.session IS NULL OR NOT pg_try_advisory_xact_lock_shared(r.session)))
+  FROM {lanes} AS l WHERE lane = %s FOR UPDATE"""
 
 # The epoch too: a relay that still holds the lane must not settle or renew. The row still names the ids to fence.
 _RELEASE: Final = """
@@ -116,11 +119,13 @@ class Holding:
 
 
 def release_lane(
-    connection: psycopg.Connection[Any], schema: str, lane: int, reason: str
+    connection: psycopg.Connection[Any], schema: str, lane: int, reason: str, *, force: bool = False
 ) -> tuple[str | None, str] | None:
     """Free a lane, and record that in the audit. Returns its holder and the lease's end; None if it was free.
 
-    Raises SchemaError when there is no such lane, Unavailable when Postgres can't be reached or the row stays locked.
+    Without ``force``, raises OperationRefused when the holder is a relay that is alive: what it is sending could be
+    overtaken by the lane's next relay. Raises SchemaError when there is no such lane, Unavailable when Postgres can't
+    be reached or the row stays locked.
     """
     names = names_of(schema)
     with unavailable_on_error(f"releasing lane {lane}"), connection.transaction():
@@ -128,10 +133,16 @@ def release_lane(
         row = connection.execute(sql.SQL(_LANE).format(**names), (lane,)).fetchone()
         if row is None:
             raise SchemaError(f"the outbox has no lane {lane}; see `outbox db check`")
-        owner, lease_until, seconds, held = row
+        owner, lease_until, seconds, held, alive = row
         if not held:
             return None
+        if alive and not force:
+            raise OperationRefused(
+                f"the relay {owner} is alive and holds lane {lane}: at-most-once, later events of a key could overtake "
+                "those that it is sending. Stop that relay, which frees its lanes; --force takes the lane all the same"
+            )
         details = {"lane": lane, "owner": owner, "lease_until": lease_until, "lease_seconds_left": seconds}
+        details |= {"forced": True} if alive else {}
         note(connection, names, "release", reason, details)
         connection.execute(sql.SQL(_RELEASE).format(**names), (lane,))
     return owner, lease_until

@@ -11,8 +11,9 @@ from uuid import UUID
 
 import psycopg
 import pytest
+from confluent_kafka import OFFSET_END, Producer, TopicPartition
 from confluent_kafka import Consumer as KafkaConsumer
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
 from inbox_support import FAST, Running
 from spans import relay
 from support import drained, look_up, order, write
@@ -29,6 +30,11 @@ from relay.config import load
 __all__ = ["order"]
 
 EVENTS = 60
+
+
+def an_id(ago: int = 600) -> UUID:
+    """Return an id of so many seconds ago."""
+    return UUID(int=(int(time.time() - ago) * 1000 << 80) | (uuid7().int & ((1 << 80) - 1)))
 
 
 class Pipeline:
@@ -56,7 +62,6 @@ class Pipeline:
 
     def add(self, count: int = EVENTS, keys: int = 7, *, ago: int = 0) -> list[str]:
         """Write events whose ids are of so many seconds ago, and return the ids."""
-        then = int(time.time() - ago) * 1000 << 80
         events = [
             Event(
                 self.kind,
@@ -64,7 +69,7 @@ class Pipeline:
                 "Placed",
                 {"n": number, "text": "Grüße"},
                 headers={"tenant": "ä", "trace": "x"} if number % 3 else {},
-                event_id=UUID(int=then | (uuid7().int & ((1 << 80) - 1))),
+                event_id=an_id(ago),
             )
             for number in range(count)
         ]
@@ -126,6 +131,12 @@ class Pipeline:
             }
         finally:
             reader.close()
+
+    def cut(self, partition: int) -> None:
+        """Delete a partition's records, as retention does."""
+        client = AdminClient({"bootstrap.servers": self.kafka.bootstrap_servers})
+        for future in client.delete_records([TopicPartition(self.topic, partition, OFFSET_END)]).values():
+            future.result(30)
 
     def repeat(self, event_id: str) -> None:
         """Produce an event's record again."""

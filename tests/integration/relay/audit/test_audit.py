@@ -9,7 +9,8 @@ from typing import Any
 from uuid import UUID
 
 import psycopg
-from audit_support import EVENTS, Pipeline, pipeline
+import pytest
+from audit_support import EVENTS, Pipeline, an_id, pipeline
 from confluent_kafka.admin import AdminClient
 from spans import relay
 from support import order, wait_until, write
@@ -188,6 +189,23 @@ def test_each_difference_between_the_archive_and_kafka_is_named(pipeline):
     assert pipeline.differences() == sorted(named)
 
 
+@pytest.mark.parametrize("of_both", [True, False])
+def test_the_order_of_events_whose_places_only_kafka_has(pipeline, of_both):
+    """They were settled from a marker. One of a minute before is their key's, too."""
+    before = pipeline.add(1, keys=1, ago=120)
+    ids = pipeline.add(2, keys=1)
+    pipeline.published()
+    pipeline.run(
+        'UPDATE outbox.published SET topic = NULL, partition = NULL, "offset" = NULL '
+        f"WHERE event_id IN ('{before[0]}', '{ids[0]}', '{ids[of_both]}')"
+    )
+    assert pipeline.differences() == []
+    pipeline.run("UPDATE outbox.published SET id = 5 - id WHERE id IN (2, 3)")
+    assert pipeline.differences() == [("order", ids[0])]
+    pipeline.run("UPDATE outbox.published SET id = 4 - id WHERE id IN (1, 3)")
+    assert pipeline.differences() == [("order", before[0])]
+
+
 def test_several_minutes_are_compared_as_many_at_once_as_may_be(pipeline, monkeypatch, tmp_path):
     """And those that were not compared are no success."""
     ids = [one for ago in (600, 480) for one in pipeline.add(ago=ago)]
@@ -250,6 +268,27 @@ def test_without_an_archive_kafka_is_compared_with_the_groups(outbox_postgres, o
     assert any("the archive has no events" in note for note in found["notes"])
     pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id = '{ids[9]}'")
     assert pipeline.differences("--topic", topic) == [("missing", ids[9])]
+
+
+def test_what_relays_publish_when_they_keep_no_archive_any_more_is_not_unknown(
+    outbox_postgres, outbox_kafka, order, monkeypatch
+):
+    """Also if it is of the last minute that they kept."""
+    pipeline = Pipeline(outbox_postgres, outbox_kafka, *order)
+    pipeline.kept_before()
+    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
+        ids = pipeline.sent(5)
+    with relay(outbox_postgres, outbox_kafka, delivery="at-most-once"):
+        pipeline.sent(5)
+    monkeypatch.setattr(Pipeline, "environment", pipeline.environment | {"OUTBOX_RELAY__ARCHIVE_DAYS": "0"})
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, []), found
+    assert any("the archive has no events" in note for note in found["notes"])
+    # What was sent before the last event of the archive would be in it.
+    _, sent = pipeline.record(ids[0]).timestamp()
+    unknown = str(an_id())
+    pipeline.produce(value=b"{}", headers={"ce_id": unknown, "ce_source": "/outbox"}, timestamp=sent)
+    assert pipeline.differences() == [("unknown", unknown)]
 
 
 def test_a_certificate_is_repeated_and_can_not_be_changed(pipeline, tmp_path):

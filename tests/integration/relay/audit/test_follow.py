@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import psycopg
+import pytest
 from audit_support import EVENTS, Pipeline, pipeline
 from nursery import NURSERY
 from prometheus_client import generate_latest
@@ -99,6 +100,24 @@ def test_what_a_group_has_not_reached_is_not_verified(pipeline):
     assert behind(pipeline) < 8
 
 
+def test_what_an_at_most_once_consumer_that_was_killed_may_confirm_yet_is_not_verified(pipeline):
+    """Its position has passed the batch that it had in hand."""
+    ids = pipeline.sent()
+    pipeline.applied(EVENTS, delivery="at-most-once")
+    assert pipeline.rows("SELECT unconfirmed_from FROM consumer.offsets WHERE unconfirmed_from IS NOT NULL") == []
+    record = pipeline.record(ids[3])
+    pipeline.run(
+        f"UPDATE consumer.offsets SET unconfirmed_from = {record.offset()}, unconfirmed_end = next_offset, "
+        f"updated_at = now() WHERE part = {record.partition()}"
+    )
+    assert count(pipeline.follower()) == 0
+    assert behind(pipeline) > 9
+    pipeline.run("UPDATE consumer.offsets SET updated_at = now() - interval '5 minutes'")
+    assert count(pipeline.follower()) == 1
+    assert (counts(pipeline), verified(pipeline).differences[0]["group"]) == ((1, 0, 0, 0), pipeline.group)
+    assert behind(pipeline) < 8
+
+
 def test_a_topic_does_not_wait_for_another(pipeline):
     pipeline.sent()
     pipeline.applied(EVENTS)
@@ -172,6 +191,27 @@ def test_a_transaction_that_is_open_may_still_bring_events(pipeline):
         connection.commit()
     assert count(follower) == 0
     assert counts(pipeline) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("cause", ["a transaction is open", "the clock went back"])
+def test_a_topic_that_is_behind_does_not_go_back(pipeline, monkeypatch, cause):
+    """An old transaction is open, so that nothing is known to be over, or less is over than before."""
+    pipeline.run(
+        "INSERT INTO outbox.verified (topic, verified_until) SELECT topic, date_trunc('minute', now() - ago::interval) "
+        f"FROM (VALUES ('', '6 minutes'), ('{pipeline.topic}', '1 hour')) AS v(topic, ago)"
+    )
+    rows = "SELECT topic, verified_until FROM outbox.verified ORDER BY 1"
+    before, follower = pipeline.rows(rows), pipeline.follower()
+    minute = int(dt.datetime.now(dt.UTC).timestamp()) // 60
+    with psycopg.connect(pipeline.database.url) as connection, monkeypatch.context() as patched:
+        if cause == "the clock went back":
+            patched.setattr(Follower, "_closed", lambda *_: minute - 120)
+        else:
+            Outbox().add(connection, Event(pipeline.kind, "key", "Placed", {}))
+        assert (follower.advance(), pipeline.rows(rows)) == ([], before)
+        connection.rollback()
+    # The relay, which has just started, may have a transaction, too.
+    wait_until(lambda: follower.advance() and pipeline.rows(rows)[1] > before[1], what="the topic to move on")
 
 
 def test_minutes_of_which_the_archive_knows_nothing_are_skipped(pipeline):

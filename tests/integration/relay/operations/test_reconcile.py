@@ -327,3 +327,33 @@ def test_a_lane_is_freed_whose_lease_lies_in_the_future(outbox, outbox_relay):
     wait_until(lambda: not outbox.rows(3), 60, "the lane to be taken")
     relay.terminate()
     assert relay.wait() == 0
+
+
+@pytest.mark.parametrize("session", ["4711", "NULL"])
+def test_a_lane_is_taken_from_a_relay_that_is_alive_by_force_alone(outbox, session):
+    """It holds the lock of its session, or has none behind a pooler."""
+    words = ("relay", "release", "3", "--reason", "a guess")
+    outbox.run(
+        "INSERT INTO outbox.relays (instance, version, session, alive_until) "
+        f"VALUES ('living', '1', {session}, clock_timestamp() + interval '1 hour')"
+    )
+    held = (
+        "UPDATE outbox.lanes SET owner = 'living', epoch = 7, lease_until = clock_timestamp() + interval '1 hour' "
+        "WHERE lane = 3"
+    )
+    outbox.run(held)
+    with psycopg.connect(outbox.url, autocommit=True) as relay:
+        relay.execute(f"SELECT pg_advisory_lock({session})")
+        refused = outbox.command(*words)
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert "the relay living is alive and holds lane 3" in refused.stderr
+        assert (outbox.lane(3)["owner"], outbox.lane(3)["epoch"]) == ("living", 7)
+        assert outbox.run("SELECT FROM outbox.audit WHERE what = 'release'") == []
+        forced = outbox.command(*words, "--force")
+        assert (forced.returncode, outbox.lane(3)["owner"]) == (0, None), forced.stderr
+    outbox.run(held)
+    # It was killed: its row has not run out, but the lock of its session is gone.
+    done = outbox.command(*words)
+    assert done.returncode == (1 if session == "NULL" else 0), done.stderr
+    [forced, *others] = outbox.run("SELECT details ? 'forced' FROM outbox.audit WHERE what = 'release' ORDER BY id")
+    assert (forced, others) == ((True,), [] if session == "NULL" else [(False,)])
