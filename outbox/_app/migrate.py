@@ -2,8 +2,9 @@
 
 It uses Alembic with a version table of its own inside the schema, so a host application's alembic history in the same
 database is not touched. Each change is one transaction under an advisory lock: of several pods that start together, one
-upgrades. Rows that a change must not lose are checked under the table lock that the change needs, not before it: by
-then every writer has committed.
+upgrades. An upgrade by several revisions is one transaction for each, so that a table lock is released before the next
+revision; one that ends between two is continued by the next upgrade. Rows that a change must not lose are checked under
+the table lock that the change needs, not before it: by then every writer has committed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ Database = str | Callable[[], psycopg.Connection[Any]]
 """An address, or a function that connects: for a host application with connections of its own."""
 
 _ADVICE: Final = {
-    "25P03": "the command was stopped for too long; it has changed nothing, run it again",
+    "25P03": "the command was stopped for too long; run it again",
     "25006": "this connection may only read: use the primary server and a role that may write",
     "2BP01": "if it is `outbox cdc setup`'s publication: `outbox cdc drop` first, and set it up again afterwards",
     "3F000": "create the tables with `outbox db upgrade`, or correct the schema's name",
@@ -131,12 +132,7 @@ def upgrade(url: Database, schema: str = "outbox", lanes: int | None = None, rev
     check_name(schema)
     if lanes is not None:
         lane_expression(lanes)
-    with _transaction(url) as connection:
-        done = _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES, revision)
-        there = _count(connection, _lanes(schema))
-        if lanes is not None and there != lanes:
-            raise ConfigurationError(f"this outbox has {there} lanes; `outbox db lanes {lanes}` changes that")
-        return done
+    return _upgrade(OUTBOX, url, schema, lanes, revision)
 
 
 def upgrade_consumer(url: str, schema: str = "consumer") -> Upgrade:
@@ -145,8 +141,7 @@ def upgrade_consumer(url: str, schema: str = "consumer") -> Upgrade:
     Returns and raises as ``upgrade`` does.
     """
     check_name(schema)
-    with _transaction(url) as connection:
-        return _upgrade(CONSUMER, connection, schema)
+    return _upgrade(CONSUMER, url, schema)
 
 
 def downgrade(
@@ -401,15 +396,30 @@ def folder() -> Path:
     raise SchemaError(f"no migrations beside {package}: the installation is incomplete, install the package again")
 
 
-def _upgrade(
-    history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES, revision: str = "head"
-) -> Upgrade:
-    before = current(connection, schema) or ()
-    _refuse_unknown(history, before, schema)
-    create_schema = not sa.inspect(connection).has_schema(schema)
-    with _migration_errors(schema):
-        command.upgrade(_config(history, schema, lanes, create_schema=create_schema, connection=connection), revision)
-    return Upgrade(before[0] if before else None, revisions(history)[-1])
+def _upgrade(history: History, url: Database, schema: str, lanes: int | None = None, revision: str = "head") -> Upgrade:
+    known = revisions(history)
+    wanted = known[-1] if revision == "head" else revision
+    _check_revision(wanted, known)
+    before: tuple[str, ...] | None = None
+    while True:
+        with _transaction(url) as connection:
+            # Under the lock: another upgrade can have come between two of our revisions.
+            there = current(connection, schema) or ()
+            _refuse_unknown(history, there, schema)
+            at = max(map(known.index, there), default=-1)
+            before = there if before is None else before
+            if there and lanes is not None and (count := _count(connection, _lanes(schema))) != lanes:
+                raise ConfigurationError(f"this outbox has {count} lanes; `outbox db lanes {lanes}` changes that")
+            if at < known.index(wanted):
+                at += 1
+                create_schema = not sa.inspect(connection).has_schema(schema)
+                config = _config(
+                    history, schema, lanes or DEFAULT_LANES, create_schema=create_schema, connection=connection
+                )
+                with _migration_errors(schema):
+                    command.upgrade(config, known[at])
+        if at >= known.index(wanted):
+            return Upgrade(before[0] if before else None, known[at])
 
 
 @contextmanager

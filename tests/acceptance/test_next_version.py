@@ -8,15 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
+from rows_and_roles import put
 from support import Load, check, drained, end_leases, ends, look_up, wait_until
 from typer.testing import CliRunner
 from wal_support import to_wal
 
+from outbox import SchemaError
 from outbox._app import migrate as db
 from relay.cli.app import app
 
-# A next revision as ours are to be: it only adds, what is added has a default, and a constraint is validated apart.
-REVISION = """
+# Next revisions as ours are to be: the first one only adds, and what is added has a default; a constraint is validated
+# in the second one, in which a test can stop.
+ADDED = """
 import sqlalchemy as sa
 from alembic import context, op
 
@@ -31,16 +34,30 @@ def upgrade():
     for table in ("events", "lanes", "failures", "dead_letters", "published", "scheduled", "relays", "audit"):
         op.add_column(table, sa.Column("added", sa.Text, nullable=False, server_default="new"), schema=schema)
     op.create_check_constraint("events_added", "events", "added <> ''", schema=schema, postgresql_not_valid=True)
-    op.execute('ALTER TABLE "%s".events VALIDATE CONSTRAINT events_added' % schema)
+"""
+STOP = 4711
+VALIDATED = f"""
+from alembic import context, op
+
+revision = "outbox_3"
+down_revision = "outbox_2"
+branch_labels = None
+depends_on = None
+
+
+def upgrade():
+    op.execute('ALTER TABLE "%s".events VALIDATE CONSTRAINT events_added' % context.config.attributes["schema"])
+    op.execute("SELECT pg_advisory_xact_lock({STOP})")
 """
 
 
 @pytest.fixture
 def next_version(tmp_path, monkeypatch) -> Iterator[None]:
-    """Commands of this process have one revision more than the relays."""
+    """Commands of this process have two revisions more than the relays."""
     place = tmp_path / "migrations"
     shutil.copytree(db.folder(), place)
-    (place / "versions" / "0002_next.py").write_text(REVISION)
+    (place / "versions" / "0002_added.py").write_text(ADDED)
+    (place / "versions" / "0003_validated.py").write_text(VALIDATED)
     with monkeypatch.context() as patched:
         patched.setattr(db, "folder", lambda: place)
         yield
@@ -76,7 +93,7 @@ def test_relays_of_this_version_go_on_with_the_next_tables(
             # Writers wait behind it no longer than one of its tries.
             load.more(20)
         assert "(try 1 of 60)" in (said := upgrading.result(60))
-        assert "from revision outbox_1 to outbox_2" in said
+        assert "to outbox_3" in said
         load.more(100)
         relay.kill()
         end_leases(url)
@@ -101,3 +118,36 @@ def test_tables_that_stay_locked_are_an_error_after_the_last_try(outbox_postgres
     assert [line.endswith(f"(try {number} of 6)") for number, line in enumerate(tries, 1)] == [True] * 5
     assert "try again when they have ended" in last
     assert look_up(url, "SELECT version_num FROM outbox.alembic_version") == [("outbox_1",)]
+
+
+def revision(url: str) -> str:
+    return look_up(url, "SELECT version_num FROM outbox.alembic_version")[0][0]
+
+
+def test_each_revision_has_a_transaction_of_its_own(outbox_postgres, next_version, monkeypatch):
+    """Writers go on while the second one validates; killed in it, or begun by two at once, the upgrade continues."""
+    monkeypatch.setattr(db, "_LOCK_TIMEOUT", "60s")
+    url = outbox_postgres.url
+    stopped = "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted"
+
+    def in_the_second() -> int:
+        ((pid,),) = wait_until(lambda: look_up(url, stopped, STOP), what="the second revision")
+        put(f"{url}?options=-clock_timeout%3D20s", "outbox.events")
+        assert revision(url) == "outbox_2"
+        return pid
+
+    with ThreadPoolExecutor(2) as threads:
+        with psycopg.connect(url) as holder:
+            holder.execute("SELECT pg_advisory_xact_lock(%s)", (STOP,))
+            killed = threads.submit(db.upgrade, url)
+            look_up(url, "SELECT pg_terminate_backend(%s)", in_the_second())
+            with pytest.raises(SchemaError, match="terminating connection"):
+                killed.result(60)
+            both = [threads.submit(db.upgrade, url) for _ in range(2)]
+            in_the_second()
+        done = {str(one.result(60)) for one in both}
+    assert done == {
+        "tables upgraded from revision outbox_2 to outbox_3",
+        "nothing to do, the tables are at revision outbox_3 already",
+    }
+    assert revision(url) == "outbox_3"

