@@ -78,16 +78,20 @@ class HeldLanes:
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
         self._recalled: set[int] = set()
+        self._lost: set[int] = set()
         self._let_go: list[LetGo] = []
 
     def give(self, leases: Collection[Lease]) -> None:
         with self._lock:
             self._leases.update({lease.lane: lease for lease in leases})
 
-    def recall(self, lanes: Collection[int]) -> None:
-        """Recall lanes; the loop lets go of each after its batch in flight."""
+    def recall(self, lanes: Collection[int], *, lost: bool = False) -> None:
+        """Recall lanes; the loop lets go of each after its batch in flight. ``lost``: other relays have them."""
         with self._lock:
-            self._recalled |= self._leases.keys() & set(lanes)
+            known = self._leases.keys() & set(lanes)
+            self._recalled |= known
+            if lost:
+                self._lost |= known
 
     def recall_up_to(self, count: int) -> None:
         """Recall more lanes, until ``count`` are recalled and not let go of. No more if that many are already."""
@@ -122,5 +126,7 @@ class HeldLanes:
         with self._lock:
             lease = self._leases.pop(lane, None)
             self._recalled.discard(lane)
+            lost |= lane in self._lost
+            self._lost.discard(lane)
             if lease is not None:
                 self._let_go.append(LetGo(lease, clean, lost))
