@@ -273,6 +273,8 @@ class Supervisor:
         now = time.monotonic()
         let_go = self._held.take_let_go()
         if let_go:
+            # Whether a turn or the renewal has found them taken.
+            self._components.meter.lanes_lost(sum(gone.lost for gone in let_go))
             self._release(table, let_go)
         obeyed = self._components.pauses.obeyed.numbers
         # Three times within a lease, and slightly early, because ticks are not exact.
@@ -301,11 +303,13 @@ class Supervisor:
 
     def _renew(self, table: LaneTable) -> None:
         renewal = table.renew(self._held.leases)
-        if renewal.lost:
-            log.warning("lane lost", lanes=listed([lease.lane for lease in renewal.lost]))
+        lost = [lease.lane for lease in renewal.lost]
+        if lost:
+            log.warning("lane lost", lanes=listed(lost))
         if renewal.switched:
             log.info("lanes go over to the other source", lanes=listed([lease.lane for lease in renewal.switched]))
-        gone = [lease.lane for lease in (*renewal.lost, *renewal.switched)]
+        self._held.recall(lost, lost=True)
+        gone = [*lost, *(lease.lane for lease in renewal.switched)]
         if gone and self._components.all_lanes is not None:
             # The stream is read for all lanes or for none.
             self._held.recall_all()

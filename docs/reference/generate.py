@@ -34,6 +34,7 @@ from outbox._app import environment
 from outbox._app.settings import RouteSettings, Settings
 from outbox._app.settings_errors import expected
 from outbox._clients.clock import DatabaseClock
+from outbox.consumer.admin.status import GroupCounts
 from outbox.consumer.model import OffsetBounds, Partition
 from outbox.consumer.tables import consumer_tables
 from outbox.errors import OutboxError
@@ -45,7 +46,7 @@ from relay.core.reports import TurnMetrics
 from relay.insights import OutboxState, Verified
 from relay.kafka.routing import Router
 from relay.metrics.delays import PublishDelays
-from relay.metrics.groups import GroupLags, group_metrics
+from relay.metrics.groups import GroupLags, count_metrics, group_metrics
 from relay.metrics.outbox import outbox_metrics
 from relay.metrics.relay import RelayMetrics, build_info, slot_metrics, slot_repairs
 from relay.metrics.storage import Storage, storage_metrics
@@ -281,7 +282,7 @@ def metrics_page() -> str:
         + _metrics(storage_metrics(Storage(Disk(0, 0, 0), {}))),
         "### Consumer groups\n\nShown by the same relay, of the groups in the outbox's database or in "
         "`OUTBOX_RELAY__SINK_URL`; kafka-to-kafka keeps its offsets in Kafka.\n\n"
-        + _metrics(group_metrics(GroupLags({}, {}, {}, {}))),
+        + _metrics([*group_metrics(GroupLags({}, {}, {}, {})), *count_metrics(GroupCounts({}, {}, {}, {}, {}, {}))]),
         "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
         + _metrics([*slot, *repairs.collect()]),

@@ -31,10 +31,12 @@ SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
 """
 
 LETTERS: Final = """
-SELECT grp, topic, part, count(*) FILTER (WHERE state = 'dead') AS dead,
-       count(*) FILTER (WHERE state = 'retry') AS retry
-  FROM {dead_letters} GROUP BY grp, topic, part"""
-"""The dead letters of each partition."""
+SELECT grp, topic, part, sum(letters - retrying)::bigint AS dead, sum(retrying)::bigint AS retry
+  FROM (SELECT grp, topic, part, count(*) AS letters, 0 AS retrying FROM {dead_letters} GROUP BY grp, topic, part
+        UNION ALL
+        SELECT grp, topic, part, 0, count(*) FROM {dead_letters} WHERE state = 'retry' GROUP BY grp, topic, part) AS l
+ GROUP BY grp, topic, part"""
+"""The dead letters of each partition. Reads two indexes: rows with their messages take ten times the pages."""
 
 _NO_LETTERS: Final = """
 SELECT NULL::text AS grp, NULL::text AS topic, NULL::integer AS part, 0 AS dead, 0 AS retry WHERE false"""

@@ -33,7 +33,7 @@ def web(
     from outbox._app import logs
 
     settings = load_with_sink(database_url, sink_url, web=None if address is None else {"address": address})
-    logs.configure(settings.log_level, settings.log_format)
+    logs.configure(settings.log_level, settings.log_format, settings.given_name)
     server = PageServer(settings)
 
     def announce() -> None:

@@ -78,16 +78,24 @@ class HeldLanes:
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
         self._recalled: set[int] = set()
+        self._lost: set[int] = set()
         self._let_go: list[LetGo] = []
 
     def give(self, leases: Collection[Lease]) -> None:
+        """Give leases to the loop. Of a lane that it has already, the former lease was recalled, and not this one."""
         with self._lock:
             self._leases.update({lease.lane: lease for lease in leases})
+            given = {lease.lane for lease in leases}
+            self._recalled -= given
+            self._lost -= given
 
-    def recall(self, lanes: Collection[int]) -> None:
-        """Recall lanes; the loop lets go of each after its batch in flight."""
+    def recall(self, lanes: Collection[int], *, lost: bool = False) -> None:
+        """Recall lanes; the loop lets go of each after its batch in flight. ``lost``: other relays have them."""
         with self._lock:
-            self._recalled |= self._leases.keys() & set(lanes)
+            known = self._leases.keys() & set(lanes)
+            self._recalled |= known
+            if lost:
+                self._lost |= known
 
     def recall_up_to(self, count: int) -> None:
         """Recall more lanes, until ``count`` are recalled and not let go of. No more if that many are already."""
@@ -123,4 +131,6 @@ class HeldLanes:
             if self._leases.get(lease.lane) is lease:
                 del self._leases[lease.lane]
                 self._recalled.discard(lease.lane)
+                lost |= lease.lane in self._lost
+                self._lost.discard(lease.lane)
                 self._let_go.append(LetGo(lease, clean, lost))

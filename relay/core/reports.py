@@ -57,7 +57,7 @@ class TurnMetrics:
             self._stages.labels(stage)
         self._lost = Counter(
             "outbox_relay_lanes_lost",
-            "Lanes that another relay took before their turn was settled.",
+            "Lanes that another relay took from this one.",
             registry=registry,
         )
         self._last = Gauge(
@@ -137,7 +137,6 @@ class LoopReports:
         """Log why lanes wait until they are retried, or that another relay has taken them."""
         if isinstance(error, LaneLost):
             self._forget(lanes)
-            self._meter.lanes_lost(len(lanes))
             log.warning("lane lost", lanes=listed(lanes), error=str(error))
             return
         seconds = self._health.waits(lanes, error)

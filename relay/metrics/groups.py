@@ -1,4 +1,4 @@
-"""The lag of consumer groups as the relay sees it: also of a group whose consumer is gone, or runs once an hour.
+"""Consumer groups as the relay sees them: also a group whose consumer is gone, or runs once an hour.
 
 A consumer shows its own figures while it runs. These are read from the groups' rows in the sink and from Kafka, so they
 last until an operator has the group forgotten (`outbox offsets forget`).
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
 from outbox.consumer.admin.offsets import Group, Offsets, PartitionOffsets
-from outbox.consumer.admin.status import has_tables
+from outbox.consumer.admin.status import GroupCounts, has_tables, read_counts
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import clear_errors, connect
@@ -92,6 +92,18 @@ def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
     )
 
 
+def count_metrics(counts: GroupCounts) -> Iterator[GaugeMetricFamily]:
+    """Yield what waits for an operator; without a table that this role can't read."""
+    for name, text, found in (
+        ("dead_letters", "Dead letters of the group that wait for an operator", counts.dead_letters),
+        ("calls_stuck", "Calls to other systems that wait for an operator", counts.stuck),
+        ("losses", "Messages or ranges that the group has lost or given up, and that are not accepted", counts.losses),
+    ):
+        if found is not None:
+            values = (([group], count) for group, count in _highest(found))
+            yield gauges(f"group_{name}", f"{text}; of the {MOST} groups with the most.", ["group"], values)
+
+
 def _highest(values: Mapping[_Key, float]) -> list[tuple[_Key, float]]:
     return sorted(values.items(), key=lambda one: (-one[1], one[0]))[:MOST]
 
@@ -122,8 +134,9 @@ class GroupWatch:
         self._required = required
         self._since: dict[_Position, dt.datetime] = {}
         self._found: GroupLags | None = None
+        self._counts: GroupCounts | None = None
         self._said = False
-        self._looked = self._rest_until = 0.0
+        self._looked = self._counted = self._rest_until = 0.0
         registry.register(self)
 
     def look(self) -> None:
@@ -132,7 +145,7 @@ class GroupWatch:
         Raises Unavailable, and if they are ``required`` SchemaError and BrokerUnavailable.
         """
         if not self._shows():
-            self._found = None
+            self._found = self._counts = None
             return
         began = time.monotonic()
         if began < self._rest_until:
@@ -154,15 +167,20 @@ class GroupWatch:
         self._rest_until = self._looked + _REST * (self._looked - began)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        found = self._found
-        until = max(self._looked, self._rest_until) + _STALE_SECONDS
-        if found is not None and self._shows() and time.monotonic() <= until:
+        if not self._shows():
+            return
+        found, counts, since = self._found, self._counts, time.monotonic() - _STALE_SECONDS
+        if found is not None and since <= max(self._looked, self._rest_until):
             yield from group_metrics(found)
+        if counts is not None and since <= max(self._counted, self._rest_until):
+            yield from count_metrics(counts)
 
     def _read(self) -> GroupLags | None:
         with connect(self._url, "outbox relay groups", _CONNECT_SECONDS) as connection:
             if not self._required and not has_tables(connection, self._schema):
                 return None
+            # Shown whether Kafka answers or not.
+            self._counts, self._counted = read_counts(connection, self._schema), time.monotonic()
             self._kafka = self._kafka or KafkaAdmin(self._kafka_options, seconds=_KAFKA_SECONDS)
             groups, away = Offsets(connection, self._schema, self._kafka).show(losses=None)
             with clear_errors("reading the clock"):

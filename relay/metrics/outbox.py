@@ -14,27 +14,29 @@ from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState, Verified
 from relay.metrics import gauge, gauges
-from relay.metrics.topics import MOST_TOPICS, TopicAges, topic_ages
+from relay.metrics.topics import MOST_TOPICS, TopicAges, TopicBacklog, topic_metrics
 
 _STALE_SECONDS: Final = 60.0
 
 
-def outbox_metrics(state: OutboxState, ages: Mapping[str, float] | None, expected_relays: int) -> Iterator[Metric]:
-    """Yield the metrics of an outbox's state, and of the ages of its topics' events; None where that takes too long."""
+def outbox_metrics(
+    state: OutboxState, topics: Mapping[str, TopicBacklog] | None, expected_relays: int
+) -> Iterator[Metric]:
+    """Yield the metrics of an outbox's state, and of its topics' backlogs; None where that takes too long."""
     if state.backlog is not None:
         yield gauge(
             "backlog_events",
             f"Events that wait to be published; estimated above {insights.COUNTED:,} in a lane.",
             state.backlog,
         )
-    if state.counted and ages is not None and state.backlog is not None:
+    if state.counted and topics is not None and state.backlog is not None:
         yield gauge(
             "backlog_oldest_age_seconds",
             "Age of the oldest waiting event, except in paused lanes; 0 without any, absent while counting takes too "
             "long.",
             state.oldest_seconds or 0.0,
         )
-        yield topic_ages(ages)
+        yield from topic_metrics(topics)
     if state.retrying is not None:
         yield gauge("events_retrying", "Events that failed and are retrying.", state.retrying)
     if state.dead_letters is not None:
@@ -108,7 +110,7 @@ class OutboxWatch:
         self._instance = instance
         self._topics = topics
         self._state: OutboxState | None = None
-        self._ages: Mapping[str, float] | None = None
+        self._backlogs: Mapping[str, TopicBacklog] | None = None
         self._looked = 0.0
         registry.register(self)
 
@@ -117,7 +119,7 @@ class OutboxWatch:
         with self._connect() as connection:
             ours = insights.holds_first_lane(connection, self._schema, self._instance)
             state = insights.look_at_tables(connection, self._schema) if ours else None
-            self._ages = self._topics.look(connection, state) if state is not None and state.counted else None
+            self._backlogs = self._topics.look(connection, state) if state is not None and state.counted else None
             self._state = state
         self._looked = time.monotonic()
 
@@ -128,7 +130,7 @@ class OutboxWatch:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the last reading; none if it is stale, or if another relay holds the first lane."""
         if (state := self._shown()) is not None:
-            yield from outbox_metrics(state, self._ages, self._expected)
+            yield from outbox_metrics(state, self._backlogs, self._expected)
 
     def _shown(self) -> OutboxState | None:
         state = self._state

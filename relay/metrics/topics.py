@@ -1,4 +1,4 @@
-"""How long each topic's events have waited, apart from those that operators have paused.
+"""How long each topic's events have waited, and how many they are, apart from those that operators have paused.
 
 A lane has the events of many topics in the order of their ids, and no index finds the first one of a topic. So each
 lane is read from its lowest id, and events of paused topics are passed over: they may be millions. The next look goes
@@ -8,7 +8,7 @@ on from the place that was reached. Each minute it begins anew, as a transaction
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -59,18 +59,33 @@ class _Walk:
     events: int = 0
 
 
-def topic_ages(ages: Mapping[str, float]) -> GaugeMetricFamily:
-    return gauges(
+@dataclass(frozen=True, slots=True)
+class TopicBacklog:
+    """The age of a topic's first event in seconds, and how many of its events were met."""
+
+    seconds: float = 0.0
+    events: int = 0
+
+
+def topic_metrics(topics: Mapping[str, TopicBacklog]) -> Iterator[GaugeMetricFamily]:
+    yield gauges(
         "backlog_topic_oldest_age_seconds",
         "Age of the topic's oldest waiting event, except in paused lanes, of the "
         f'{MOST_TOPICS} unpaused topics with the oldest ones. Events without a route have the topic "".',
         ["topic"],
-        (([topic], age) for topic, age in ages.items()),
+        (([topic], one.seconds) for topic, one in topics.items()),
+    )
+    yield gauges(
+        "backlog_topic_events",
+        "Waiting events of the same topics, except in paused lanes: of each lane the first "
+        f"{COUNTED:,} whose topics are not paused.",
+        ["topic"],
+        (([topic], one.events) for topic, one in topics.items()),
     )
 
 
 class TopicAges:
-    """Reads how long the topics' events have waited. ``router`` is one of its own."""
+    """Reads how long the topics' events have waited, and how many they are. ``router`` is one of its own."""
 
     def __init__(self, schema: str, router: Router) -> None:
         names = names_of(schema)
@@ -82,14 +97,14 @@ class TopicAges:
         self._began = 0.0
         self._met_all = True
 
-    def look(self, connection: psycopg.Connection[Any], state: OutboxState) -> Mapping[str, float] | None:
-        """Return the age of the first event of each topic in seconds; None if that takes too long.
+    def look(self, connection: psycopg.Connection[Any], state: OutboxState) -> Mapping[str, TopicBacklog] | None:
+        """Return the backlog of each topic; None if that takes too long.
 
         Of topics and lanes that are not paused, as far as one of the topic's events is among the first COUNTED of a
         lane that are not paused. Events without a route have the topic "". Raises Unavailable or SchemaError.
         """
         self._begin(frozenset(one.scope.name for one in state.pauses if one.scope.kind is ScopeKind.TOPIC))
-        ages: dict[str, float] = {}
+        topics: dict[str, TopicBacklog] = {}
         lanes = [lane.lane for lane in state.lanes if lane.events and not lane.paused]
         walks = {lane: _Walk(self._above.get(lane, LOWEST)) for lane in lanes}
         deadline = time.monotonic() + _WALK_SECONDS
@@ -97,11 +112,11 @@ class TopicAges:
             rows = self._read(connection, walks)
             if rows is None:
                 return None
-            walks = self._step(rows, walks, ages)
+            walks = self._step(rows, walks, topics)
             if time.monotonic() > deadline:
                 break
         self._met_all = all(walk.events for walk in walks.values())
-        oldest = sorted(ages.items(), key=lambda one: one[1], reverse=True)
+        oldest = sorted(topics.items(), key=lambda one: one[1].seconds, reverse=True)
         return dict(oldest[:MOST_TOPICS])
 
     def _begin(self, paused: frozenset[str]) -> None:
@@ -132,16 +147,17 @@ class TopicAges:
         return None
 
     def _step(
-        self, rows: Iterable[Mapping[str, Any]], walks: Mapping[int, _Walk], ages: dict[str, float]
+        self, rows: Iterable[Mapping[str, Any]], walks: Mapping[int, _Walk], met: dict[str, TopicBacklog]
     ) -> dict[int, _Walk]:
-        """Add the ages of these rows' topics. Returns the walks that go on: too many of the events were paused."""
+        """Add these rows to their topics. Returns the walks that go on: too many of the events were paused."""
         further = {}
         for lane, found in groupby(rows, itemgetter("lane")):
             walk, kinds = walks[lane], list(found)
             topics = [self._topic(row["kind"], copy=row["copy"]) for row in kinds]
             others = [(topic, row) for topic, row in zip(topics, kinds, strict=True) if topic not in self._paused]
             for topic, row in others:
-                ages[topic] = max(ages.get(topic, 0.0), row["seconds"])
+                known = met.get(topic, TopicBacklog())
+                met[topic] = TopicBacklog(max(known.seconds, row["seconds"]), known.events + row["events"])
             last = max(row["last"] for row in kinds)
             if not walk.events:
                 self._above[lane] = min((row["first"] - 1 for _, row in others), default=last)

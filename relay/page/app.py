@@ -70,7 +70,8 @@ def create_page(
 
     def topic_ages(state: OutboxState) -> Mapping[str, float] | None:
         with outbox() as connection:
-            return ages.look(connection, state)
+            found = ages.look(connection, state)
+        return None if found is None else {topic: one.seconds for topic, one in found.items()}
 
     sampler = Sampler(Reader(settings), partial(_latency, consumers_side), topic_ages, settings.web.refresh_seconds)
     page = Page(settings, outbox, consumers_side, sampler)

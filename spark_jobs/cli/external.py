@@ -47,7 +47,7 @@ def run(
     from outbox.consumer.postgres_errors import connect
 
     settings = load(database_url=database_url)
-    logs.configure(settings.log_level, settings.log_format)
+    logs.configure(settings.log_level, settings.log_format, settings.given_name)
     external = _external(spec, settings)
     url = settings.require_database()
     log = structlog.get_logger("external").bind(external=external.name)

@@ -26,6 +26,7 @@ class Options:
                  executor now and then is no message's fault.
     refused_seconds  how long Kafka may refuse the credentials, which may be changing at the moment.
     driver_records  rounds of up to this many messages run in the driver, where the job allows it; see rounds.
+    outbox       the outbox's name in spans, if it is given.
     """
 
     url: str = field(repr=False)
@@ -39,6 +40,7 @@ class Options:
     driver_records: int = 2_000
     verdict_seconds: float = 30.0
     refused_seconds: float = 300.0
+    outbox: str | None = None
 
 
 def options_of(settings: Settings, url: str, max_records: int) -> Options:
@@ -52,6 +54,7 @@ def options_of(settings: Settings, url: str, max_records: int) -> Options:
         keep_days=settings.consumer.keep_days,
         driver_records=settings.consumer.driver_records,
         max_bytes=settings.consumer.max_bytes,
+        outbox=settings.given_name,
     )
 
 

@@ -132,6 +132,7 @@ class RoundContext:
     few        up to this many offsets, the driver does a round itself: starting Spark's tasks would take longer.
     compacted  returns whether messages of these topics may disappear between two reads.
     delays     where the delays of what is applied are counted, if the driver serves metrics.
+    outbox     the outbox's name in spans, if it is given.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class RoundContext:
         few: int,
         compacted: Callable[[Sequence[str]], bool] = lambda _: False,
         delays: TopicDelays | None = None,
+        outbox: str | None = None,
     ) -> None:
         self._session = session
         self.job = job
@@ -153,6 +155,7 @@ class RoundContext:
         self._few = few
         self.compacted = compacted
         self._delays = delays
+        self.outbox = outbox
         self.not_here: Mapping[Partition, int] = {}
         """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
         self.traces: TraceSample | None = None

@@ -44,6 +44,7 @@ class RoundSpans:
             _trace.CONSUMER_GROUP: job.group,
             tracing.PARTITIONS: len(partitions),
             tracing.RETRY: not partitions,
+            **({} if self._context.outbox is None else {tracing.OUTBOX: self._context.outbox}),
         }
         with tracing.batch_span(SpanKind.CONSUMER, "process", topics, attributes, []) as span:
             if not span.is_recording():

@@ -121,7 +121,7 @@ class Runner:
         reading = ReaderSettings(dict(options.kafka), job.group)
         sinks = PostgresSinks(job, self._store)
         few, compacted = options.driver_records, self._kafka.compacted
-        self._context = RoundContext(session, job, self._store, sinks, reading, few, compacted, delays)
+        self._context = RoundContext(session, job, self._store, sinks, reading, few, compacted, delays, options.outbox)
         as_one = job.atomic == "batch"
         attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
         self._rounds = Rounds(self._context, attempts)

@@ -6,6 +6,7 @@ Exactly-once: test_exactly_once.py. Each kill by itself: test_failures.py; relay
 from __future__ import annotations
 
 import psycopg
+from alerting import firing, scraped
 from support import (
     Crashes,
     Load,
@@ -18,6 +19,8 @@ from support import (
     said_to_be_lost,
     wait_until,
 )
+
+from outbox.sandbox._ports import free_ports
 
 LEASE = 8.0
 """Renewed when a third of it is over. No machine is so slow that it runs out before."""
@@ -49,13 +52,19 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, orde
 
 
 def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay, order):
-    """SIGSTOP, take-over, SIGCONT: the sleeper must find its epoch over, and nothing may be lost or out of order."""
+    """SIGSTOP, take-over, SIGCONT: the sleeper must find its epoch over, and nothing may be lost or out of order.
+
+    Its metrics then say that lanes were taken from it.
+    """
     url, (kind, topic) = outbox_postgres.url, order
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     with Load(url, kind) as load:
         # Not longer than it has to sleep.
-        sleeper = outbox_relay(relay__lease_seconds=3, relay__batch_size=BATCH)
+        sleeper = outbox_relay(relay__lease_seconds=3, relay__batch_size=BATCH, relay__metrics_address=address)
         wait_until(lambda: list(owners(url).values()) == [4], what="one relay with all lanes")
         load.more(200)
+        before = scraped(address)
+        assert [value for series, value in before.items() if "lanes_lost" in series] == [0]
         sleeper.pause()
         other = outbox_relay(relay__lease_seconds=LEASE, relay__batch_size=BATCH)
         other.wait_for_log("lanes acquired")
@@ -63,6 +72,10 @@ def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outb
         sleeper.resume()
         sleeper.wait_for_log("lane lost")
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="both with two lanes")
+        wait_until(lambda: "OutboxLanesLost" in firing(scraped(address), before), what="the alert")
+        # More only if a lease was too short for this machine.
+        (lost,) = (value for series, value in scraped(address).items() if "lanes_lost" in series)
+        assert lost == 4 or sleeper.log().count("lane lost") > 1
         load.drain()
     # What the sleeper had in hand, unless a lease was too short for this machine.
     repeats = check(url, outbox_kafka.consume(topic))

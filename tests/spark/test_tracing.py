@@ -53,7 +53,7 @@ def test_a_round_is_linked_to_the_writes_of_its_messages(bench, spans, way):
     for number, odd in enumerate((b"00-not-a-trace", traced(0).encode())):
         value = json.dumps(order(f"odd-{number}", 1)).encode()
         bench.send_raw(value, [*ided(), ("traceparent", odd)])
-    assert bench.once(replace(bench.job, **declared), **options).applied == 8
+    assert bench.once(replace(bench.job, **declared), outbox="orders", **options).applied == 8
     span = spans.one("process")
     check(
         span,
@@ -66,6 +66,7 @@ def test_a_round_is_linked_to_the_writes_of_its_messages(bench, spans, way):
     )
     assert sorted(linked(span)) == written
     assert (span.status.status_code, span.attributes["outbox.partitions"]) == (StatusCode.UNSET, 2)
+    assert span.attributes["outbox.name"] == "orders"
     assert_without([span], "secret-", "key-")
 
 
@@ -97,6 +98,8 @@ def test_dead_letters_are_counted_and_their_retry_is_a_span_of_its_own(bench, sp
     assert bench.once().dead == 1
     (span,) = spans.of("process")
     assert (span.attributes["outbox.dead"], span.attributes["outbox.retry"]) == (1, False)
+    # No name was given.
+    assert "outbox.name" not in span.attributes
     retry(bench)
     bench.once()
     span = spans.of("process")[1]

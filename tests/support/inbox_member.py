@@ -2,6 +2,7 @@
 
 sleep_at   before the transaction with this number, the process halts itself, until somebody wakes it.
 at         [point, which time, signal]: the process sends itself a signal at a point of at-most-once's transactions.
+rejects    the handler rejects the messages with this key, which become dead letters.
 external   the effect is no part of the handler's transaction, as a call of another system is none.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 import psycopg
 
 from outbox.consumer.groups import GroupStore
-from outbox.inbox import Consumer, KafkaMessage
+from outbox.inbox import Consumer, KafkaMessage, Reject
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._at_most_once import AtMostOnceApplier
 
@@ -88,9 +89,17 @@ def main() -> None:
         batch=given.get("batch", 100),
         dedup=given.get("dedup", True),
         delivery=given.get("delivery", "exactly-once"),
+        on_failure="dead-letter" if "rejects" in given else "stop",
     )
     other = psycopg.connect(given["url"], autocommit=True) if given.get("external") else None
-    consumer.run(lambda connection, message: apply(other or connection, message, given["name"]))
+    rejected = given.get("rejects", "").encode()
+
+    def handle(connection: psycopg.Connection[Any], message: KafkaMessage) -> None:
+        if message.key() == rejected:
+            raise Reject("no such order")
+        apply(other or connection, message, given["name"])
+
+    consumer.run(handle)
     print("ended")
 
 

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, LiteralString
 
 import psycopg
+from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox.consumer.admin.moves import Move, Wanted, after_losses, gone, move, refuse_outside, target
@@ -48,24 +49,27 @@ SELECT grp, generation, owner, taken_at, forgotten_before FROM {groups}
 _POSITIONS: Final = """
 SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets}
  WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp, topic, part"""
-# Those of one group come first by kind: what halts it is not behind 100,000 messages that were given up.
 # A consumer that was killed has not recorded what it had given up: the next claim does.
+_OPEN_LOSSES: Final = """
+SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}
+ WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s)
+ UNION ALL
+SELECT NULL, grp, topic, part, 'given-up', unconfirmed_from, unconfirmed_end, updated_at,
+       format('%%s-%%s: messages %%s to %%s were given up (at-most-once), and their effect is not confirmed yet',
+              topic, part, unconfirmed_from, unconfirmed_end - 1)
+  FROM {offsets}
+ WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'
+   AND (%(grp)s::text IS NULL OR grp = %(grp)s)"""
+# Those of one group come first by kind: what halts it is not behind 100,000 messages that were given up.
 # Behind the first ones, each topic has a row.
 _LOSSES: Final = """
 SELECT * FROM (
     SELECT *, row_number() OVER by_kind AS place, lag(topic) OVER by_kind IS DISTINCT FROM topic AS of_topic,
            count(*) OVER (PARTITION BY grp) AS of_group
-      FROM (SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}
-             WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s)
-            UNION ALL
-            SELECT NULL, grp, topic, part, 'given-up', unconfirmed_from, unconfirmed_end, updated_at,
-                   format('%%s-%%s: messages %%s to %%s were given up (at-most-once), and their effect is not '
-                          'confirmed yet', topic, part, unconfirmed_from, unconfirmed_end - 1)
-              FROM {offsets}
-             WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'
-               AND (%(grp)s::text IS NULL OR grp = %(grp)s)) AS open
+      FROM ({open}) AS open
     WINDOW by_kind AS (PARTITION BY grp ORDER BY kind = 'given-up', topic, part, id)) AS numbered
  WHERE place <= %(most)s OR of_topic ORDER BY grp, place"""
+_COUNT_LOSSES: Final = "SELECT grp, count(*) FROM ({open}) AS open GROUP BY grp"
 
 _PLACE: Final = frozenset({"grp", "place", "of_topic", "of_group"})
 _NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON CONFLICT DO NOTHING"
@@ -169,6 +173,11 @@ class _Request:
     part: int | None = None
     new: bool = False
     unseen: bool = False
+
+
+def count_losses(connection: psycopg.Connection[Any], schema: str) -> dict[str, int]:
+    """Return how many open losses each group has, if any. Raises psycopg.Error."""
+    return dict(connection.execute(_over_losses(schema, _COUNT_LOSSES), {"grp": None}).fetchall())
 
 
 class Offsets:
@@ -395,8 +404,13 @@ class Offsets:
 
     def _rows(self, query: LiteralString, **values: object) -> list[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:
-            cursor.execute(statement(self._schema, query), values)
+            cursor.execute(_over_losses(self._schema, query), values)
             return cursor.fetchall() if cursor.description is not None else []
+
+
+def _over_losses(schema: str, query: LiteralString) -> sql.Composed:
+    """Return a statement in which ``{open}`` are the open losses."""
+    return statement(schema, query, open=statement(schema, _OPEN_LOSSES))
 
 
 def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import psycopg
 
 from outbox._clients.counting import counted
 from outbox._clients.visible import VisibleTables
-from outbox.consumer.admin.offsets import Group, Offsets
+from outbox.consumer.admin.offsets import Group, Offsets, count_losses
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import clear_errors
@@ -129,28 +129,68 @@ def has_tables(connection: psycopg.Connection[Any], schema: str) -> bool:
         return connection.execute(_HAS_TABLES, (schema,)).fetchone() == (True,)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupCounts:
+    """What the sink alone says of all groups, by their names.
+
+    partitions   the rows of PROGRESS; their dead letters are 0 if the role can't read these.
+    dead_letters, retrying, stuck, losses   None if the role can't read their table.
+    hidden       the tables that it can't read.
+    """
+
+    partitions: Mapping[str, Sequence[Mapping[str, Any]]]
+    dead_letters: Mapping[str, int] | None
+    retrying: Mapping[str, int] | None
+    stuck: Mapping[str, int] | None
+    losses: Mapping[str, int] | None
+    hidden: Mapping[str, str]
+
+
+def read_counts(connection: psycopg.Connection[Any], schema: str) -> GroupCounts:
+    """Return what the sink says of all groups.
+
+    Raises ConsumerUnavailable if Postgres is unavailable, SchemaError if tables or rights on the groups are missing.
+    """
+    visible = VisibleTables(connection, schema)
+    stuck: Mapping[str, int] = {}
+    losses: Mapping[str, int] = {}
+    with clear_errors("counting what waits for an operator"):
+        with visible.reading("dead_letters"):
+            connection.execute(statement(schema, "SELECT FROM {dead_letters} LIMIT 0"))
+        with visible.reading("losses"):
+            losses = count_losses(connection, schema)
+        with visible.reading("reservations"):
+            stuck = dict(connection.execute(statement(schema, _STUCK)).fetchall())
+    partitions: dict[str, list[Mapping[str, Any]]] = {}
+    for row in progress(connection, schema, letters="dead_letters" not in visible.hidden):
+        of_group = partitions.setdefault(row["grp"], [])
+        if row["topic"] is not None:
+            of_group.append(row)
+
+    def by_group(table: str, count: Callable[[str], int]) -> Mapping[str, int] | None:
+        return None if table in visible.hidden else {group: count(group) for group in partitions}
+
+    return GroupCounts(
+        partitions=partitions,
+        dead_letters=by_group("dead_letters", lambda group: sum(row["dead_letters"] for row in partitions[group])),
+        retrying=by_group("dead_letters", lambda group: sum(row["retrying"] for row in partitions[group])),
+        stuck=by_group("reservations", lambda group: stuck.get(group, 0)),
+        losses=by_group("losses", lambda group: losses.get(group, 0)),
+        hidden=visible.hidden,
+    )
+
+
 def look(
     connection: psycopg.Connection[Any], schema: str, kafka: KafkaAdmin
 ) -> tuple[list[GroupState], str | None, Mapping[str, str]]:
     """Return the groups; why Kafka's figures are missing, or None; and the tables that the role can't read.
 
-    Raises ConsumerUnavailable if Postgres is unavailable, SchemaError if tables or rights on the groups are missing.
+    Raises what read_counts raises.
     """
-    visible = VisibleTables(connection, schema)
-    stuck: dict[str, int] = {}
-    with clear_errors("looking for stuck calls"):
-        with visible.reading("dead_letters"):
-            connection.execute(statement(schema, "SELECT FROM {dead_letters} LIMIT 0"))
-        with visible.reading("losses"):
-            connection.execute(statement(schema, "SELECT FROM {losses} LIMIT 0"))
-        with visible.reading("reservations"):
-            stuck = dict(connection.execute(statement(schema, _STUCK)).fetchall())
+    counts = read_counts(connection, schema)
+    with clear_errors("reading the clock"):
         ((now,),) = connection.execute(_NOW).fetchall()
-    seen = {table: table not in visible.hidden for table in ("dead_letters", "losses", "reservations")}
-    rows: dict[str, list[Mapping[str, Any]]] = {}
-    for row in progress(connection, schema, letters=seen["dead_letters"]):
-        rows.setdefault(row["grp"], []).append(row)
-    groups, away = Offsets(connection, schema, kafka).show(losses=0 if seen["losses"] else None)
+    groups, away = Offsets(connection, schema, kafka).show(losses=None)
     standing: Mapping[str, Sequence[StandingPartition]] = {}
     if away is None:
         try:
@@ -160,7 +200,7 @@ def look(
     found = []
     for group in groups:
         # A group may have been taken over, or forgotten, between the two reads.
-        parts = [row for row in rows.get(group.group, ()) if row["topic"] is not None]
+        parts = counts.partitions.get(group.group, ())
         known = [one for one in group.positions if one.lag is not None]
         found.append(
             GroupState(
@@ -174,17 +214,21 @@ def look(
                 applied=sum(row["applied"] for row in parts),
                 duplicates=sum(row["duplicates"] for row in parts),
                 dead=sum(row["dead"] for row in parts),
-                dead_letters=sum(row["dead_letters"] for row in parts) if seen["dead_letters"] else None,
-                retrying=sum(row["retrying"] for row in parts) if seen["dead_letters"] else None,
-                stuck=stuck.get(group.group, 0) if seen["reservations"] else None,
+                dead_letters=_of(counts.dead_letters, group),
+                retrying=_of(counts.retrying, group),
+                stuck=_of(counts.stuck, group),
                 last_progress_at=max((row["updated_at"] for row in parts), default=None),
                 standing=None if away else standing.get(group.group, ()),
                 moving=any(row["updated_at"] > now - STANDING for row in parts),
-                losses=group.open_losses,
+                losses=_of(counts.losses, group),
                 troubles=[f"{one.topic}-{one.part}: {one.trouble}" for one in group.positions if one.trouble],
             )
         )
-    return found, away, visible.hidden
+    return found, away, counts.hidden
+
+
+def _of(counts: Mapping[str, int] | None, group: Group) -> int | None:
+    return None if counts is None else counts.get(group.group, 0)
 
 
 def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaAdmin) -> dict[str, list[StandingPartition]]:

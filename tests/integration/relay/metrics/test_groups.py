@@ -13,15 +13,19 @@ from typing import Any
 
 import psycopg
 import pytest
-from alerting import firing, firing_by_outbox, scraped
+from alerting import collected, firing, firing_by_outbox, scraped
 from confluent_kafka import Producer
 from counting import Counting
 from inbox_support import Log
 from prometheus_client import CollectorRegistry
+from psycopg import sql
+from rows_and_roles import login_role
 from support import IMPATIENT, wait_until
 from typer.testing import CliRunner
 
 from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.progress import LETTERS
+from outbox.consumer.statements import statement
 from outbox.errors import SchemaError
 from outbox.sandbox._ports import free_ports
 from relay.cli.app import app
@@ -89,6 +93,31 @@ def test_a_group_whose_consumer_is_killed_for_good(outbox_postgres, outbox_kafka
     assert "ConsumerGone" not in firing(scraped(addresses[1]), later=660.0)
 
 
+def test_the_dead_letter_of_an_inbox_that_is_killed(outbox_postgres, outbox_kafka, outbox_relay, tmp_path):
+    """The relay shows it, and the alert fires, until it is discarded: no consumer runs that could show it."""
+    log = Log(outbox_postgres, outbox_kafka, partitions=2)
+    member = log.process(tmp_path, "member", rejects="k57")
+    log.produce([f"k{n}" for n in range(200)])
+    wait_until(lambda: log.count() == 199 and log.letters(), 60, "the messages to be applied")
+    member.signal(signal.SIGKILL)
+    assert member.wait() == -signal.SIGKILL
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    outbox_relay(
+        program=IMPATIENT,
+        name="orders",
+        kafka__bootstrap_servers=log.servers,
+        relay__metrics_address=address,
+    )
+    wait_until(lambda: shown(address, "dead_letters") == {(log.group,): 1}, 60, "the dead letter")
+    assert ("ConsumerDeadLetters", "orders") in firing_by_outbox(scraped(address))
+    assert shown(address, "calls_stuck") == shown(address, "losses") == {(log.group,): 0}
+    (letter,) = log.letters()
+    done = log.command("dead-letters", "discard", "--side", "consumer", str(letter["id"]), "--reason", "a test")
+    assert done.exit_code == 0, done.output
+    wait_until(lambda: shown(address, "dead_letters") == {(log.group,): 0}, 60, "it to be discarded")
+    assert "ConsumerDeadLetters" not in firing(scraped(address))
+
+
 class Watched:
     """A watch of a group whose rows the test writes."""
 
@@ -126,6 +155,10 @@ class Watched:
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"outbox_group_{name}", {"group": "g", **labels})
+
+    def waiting(self) -> tuple[float | None, ...]:
+        """Return the group's dead letters, losses and stuck calls, as they are shown."""
+        return self.value("dead_letters"), self.value("losses"), self.value("calls_stuck")
 
     def wait(self) -> float:
         """Look, and return how long messages wait; 0 if none does."""
@@ -204,9 +237,123 @@ def test_a_look_costs_few_statements(watched):
             watched.start(url=counting.url)
             watched.watch.look()
             selects = [one for one in counting.statements if b"SELECT" in one and b"set_config" not in one]
-        # The session's process, whether there are tables, the groups, their offsets, the clock.
-        assert len(selects) == 5, selects
-    assert len(watched.watch._found.lags) == 50
+        # The process, whether there are tables, the groups, their offsets, the clock; whether dead letters can be read,
+        # losses, stuck calls, the partitions with their dead letters.
+        assert len(selects) == 9, selects
+    assert len(watched.watch._found.lags) == len(watched.watch._counts.dead_letters) == 50
+
+
+class Waiting:
+    """What waits for an operator in a sink of the group ``g`` and of others."""
+
+    def __init__(self, admin: psycopg.Connection[Any]) -> None:
+        self.admin = admin
+
+    def dead(self, count: int, group: str = "g", state: str = "dead", part: int = 0) -> None:
+        """Add dead letters of the group's topic, each with a message of 1 kB."""
+        self.admin.execute(
+            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_value,"
+            " message_headers, message_time, reason, error, state) "
+            "SELECT %s, o.topic, o.topic_id, o.part, coalesce((SELECT max(id) FROM consumer.dead_letters), 0) + n,"
+            " convert_to(repeat(md5(n::text), 32), 'UTF8'), '{}', now(), 'rejected', 'why', %s "
+            "FROM consumer.offsets AS o, generate_series(1, %s) AS n WHERE o.grp = 'g' AND o.part = %s",
+            (group, state, count, part),
+        )
+
+    def lost(self, count: int, group: str = "g") -> None:
+        self.admin.execute(
+            "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
+            "SELECT %s, 't', 'id', 0, n, n + 1, 'given-up', 'why' FROM generate_series(1, %s) AS n",
+            (group, count),
+        )
+
+    def called(self, count: int, state: str = "stuck", group: str = "g") -> None:
+        self.admin.execute(
+            "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, request, state) "
+            "SELECT %s, 'pay', gen_random_uuid(), 't', 0, n, '{}', %s FROM generate_series(1, %s) AS n",
+            (group, state, count),
+        )
+
+
+def test_what_waits_for_an_operator(watched):
+    """Dead letters that are not retried, losses that are not accepted, stuck calls; also while Kafka is away."""
+    waiting = Waiting(watched.admin)
+    watched.look()
+    assert watched.waiting() == (0, 0, 0)
+    waiting.dead(3)
+    waiting.dead(2, state="retry")
+    waiting.lost(4)
+    waiting.called(5)
+    waiting.called(6, "reserved")
+    watched.look()
+    assert watched.waiting() == (3, 4, 5)
+    assert firing(collected(watched.registry)) >= {"ConsumerDeadLetters", "ConsumerEffectStuck"}
+    watched.admin.execute("UPDATE consumer.losses SET accepted_at = now() WHERE first_offset > 1")
+    watched.admin.execute("DELETE FROM consumer.dead_letters WHERE state = 'dead'")
+    watched.admin.execute("UPDATE consumer.reservations SET state = 'reserved'")
+    watched.look()
+    assert watched.waiting() == (0, 1, 0)
+    assert firing(collected(watched.registry)).isdisjoint({"ConsumerDeadLetters", "ConsumerEffectStuck"})
+    waiting.dead(1)
+    watched.start(servers="127.0.0.1:1")
+    watched.look()
+    assert (watched.waiting(), watched.value("lag_messages", topic=watched.topic)) == ((1, 1, 0), None)
+    # A reading that is stale, and another relay that shows them.
+    watched.watch._counted = watched.watch._rest_until = time.monotonic() - 61
+    assert watched.waiting() == (None, None, None)
+    watched.look()
+    assert watched.waiting() == (1, 1, 0)
+    watched.shows = False
+    assert watched.waiting() == (None, None, None)
+
+
+def test_a_missing_right_hides_one_figure(watched):
+    waiting = Waiting(watched.admin)
+    waiting.dead(3)
+    waiting.lost(4)
+    waiting.called(5)
+    with login_role(watched.admin, "relay") as role:
+        watched.admin.execute(f"GRANT USAGE ON SCHEMA consumer TO {role}")
+        watched.admin.execute(f"GRANT SELECT ON consumer.groups, consumer.offsets TO {role}")
+        seen = []
+        for table in ("dead_letters", "losses", "reservations"):
+            watched.start(url=watched.url.replace("postgres@", f"{role}@"))
+            watched.look()
+            assert watched.value("lag_messages", topic=watched.topic) == 0
+            seen.append(watched.waiting())
+            watched.admin.execute(f"GRANT SELECT ON consumer.{table} TO {role}")
+        assert seen == [(None, None, None), (3, None, None), (3, 4, None)]
+
+
+def test_the_groups_with_the_most_are_shown(watched, monkeypatch):
+    monkeypatch.setattr(groups, "MOST", 2)
+    waiting = Waiting(watched.admin)
+    for n in range(4):
+        watched.admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES (%s, 'me')", (f"g{n}",))
+        waiting.lost(n, f"g{n}")
+    watched.look()
+    found = {
+        sample.labels["group"]: sample.value
+        for family in watched.registry.collect()
+        for sample in family.samples
+        if sample.name == "outbox_group_losses"
+    }
+    assert found == {"g3": 3, "g2": 2}
+
+
+def test_a_hundred_thousand_dead_letters_are_counted_without_their_messages(watched):
+    """In two indexes."""
+    waiting = Waiting(watched.admin)
+    waiting.dead(100_000)
+    waiting.dead(100, state="retry")
+    watched.admin.execute("VACUUM ANALYZE consumer.dead_letters")
+    (pages,) = watched.admin.execute("SELECT pg_relation_size('consumer.dead_letters') / 8192").fetchone()
+    explain = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) ") + statement("consumer", LETTERS)
+    ((plan,),) = watched.admin.execute(explain).fetchone()
+    read = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
+    assert read < pages / 5, (read, pages)
+    watched.look()
+    assert watched.waiting() == (100_000, 0, 0)
 
 
 def test_messages_that_are_late(watched):

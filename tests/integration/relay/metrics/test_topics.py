@@ -44,7 +44,12 @@ class Waiting:
     def look(self) -> dict[str, int] | None:
         """Return the age of each topic, in hundreds of seconds: a slow machine has time."""
         found = self.ages.look(self.connection, look_at_tables(self.connection, "outbox"))
-        return None if found is None else {topic: int(age // 100) for topic, age in found.items()}
+        self.found = found
+        return None if found is None else {topic: int(one.seconds // 100) for topic, one in found.items()}
+
+    def events(self) -> dict[str, int]:
+        """Return how many events of each topic the last look has met."""
+        return {topic: one.events for topic, one in self.found.items()}
 
     def lane(self, kind: str, key: str = "k") -> int:
         (row,) = self.connection.execute(
@@ -78,6 +83,25 @@ def test_the_first_event_of_each_topic_counts(waiting):
     waiting.add("Order", 45, copy=True)
     waiting.add("Unknown", 35)
     assert waiting.look() == {"orders": 12, "bills": 5, "orders-dead": 4, "": 3}
+    assert waiting.events() == {"orders": 2, "bills": 21, "orders-dead": 1, "": 1}
+
+
+def test_the_events_of_each_topic_are_counted_up_to_a_limit_in_each_lane(waiting, monkeypatch):
+    """Not those of paused topics, nor of paused lanes: a look reads past the former."""
+    monkeypatch.setattr(topics, "COUNTED", 100)
+    waiting.add("Order", 500, 150)
+    lane = waiting.lane("Order")
+    waiting.add("Bill", 55, 60, key=waiting.key_beside("Bill", lane))
+    waiting.add("Bill", 55, 7, key=waiting.key_beside("Bill", (lane + 1) % 4))
+    waiting.look()
+    assert waiting.events() == {"orders": 100, "bills": 7}
+    waiting.pause("topic", "orders")
+    for _ in range(2):
+        waiting.look()
+        assert waiting.events() == {"bills": 67}
+    waiting.pause("lane", str((lane + 1) % 4))
+    waiting.look()
+    assert waiting.events() == {"bills": 60}
 
 
 def test_what_is_paused_does_not_count_and_hides_nothing(waiting):
@@ -177,5 +201,7 @@ def test_a_topic_that_stands_still_beside_a_paused_one_is_an_alert(outbox_postgr
     wait_until(lambda: firing(scraped(address)) == wanted, what="the alerts")
     ages = [series for series in scraped(address) if "topic_oldest_age" in series]
     assert [f'topic="{missing}"' in series for series in ages] == [True]
+    counts = {series: value for series, value in scraped(address).items() if "backlog_topic_events" in series}
+    assert [(f'topic="{missing}"' in series, value) for series, value in counts.items()] == [(True, 1)]
     outbox_kafka.create_topic(missing)
     wait_until(lambda: firing(scraped(address)) == {"OutboxPaused"}, what="the other topic to be published")

@@ -74,9 +74,15 @@ GROUPS: Samples = {
     'outbox_group_lag_messages{group="g",topic="t"}': 5,
     f"outbox_group_wait_seconds{OF_PARTITION}": 5,
     'outbox_group_last_progress_timestamp_seconds{group="g"}': NOW,
+    'outbox_group_dead_letters{group="g"}': 0,
+    'outbox_group_calls_stuck{group="g"}': 0,
+    'outbox_group_losses{group="g"}': 0,
     'outbox_group_lag_messages{group="inbox",topic="t"}': 5,
     f"outbox_group_wait_seconds{OF_INBOX}": 5,
     'outbox_group_last_progress_timestamp_seconds{group="inbox"}': NOW,
+    'outbox_group_dead_letters{group="inbox"}': 0,
+    'outbox_group_calls_stuck{group="inbox"}': 0,
+    'outbox_group_losses{group="inbox"}': 0,
 }
 HEALTHY: Samples = RELAY | STATE | GROUPS | CONSUMER
 
@@ -165,6 +171,12 @@ OUTBOXES: dict[str, tuple[Shown, Shown, set[str] | None]] = {
     "a paused topic, and another that stands still": (
         *(OLD, GREW),
         {"OutboxPaused", "OutboxBacklogOld", "OutboxBacklogGrows"},
+    ),
+    "an inbox's dead letter": ({'outbox_group_dead_letters{group="inbox"}': 1}, {}, {"ConsumerDeadLetters"}),
+    "an inbox's call": ({'outbox_group_calls_stuck{group="inbox"}': 1}, {}, {"ConsumerEffectStuck"}),
+    "a job's dead letter, between two runs": (
+        *(dict.fromkeys(CONSUMER) | NOTHING_WAITS | {'outbox_group_dead_letters{group="g"}': 1}, NOTHING_WAITS),
+        {"ConsumerDeadLetters"},
     ),
     "an inbox that stands still": (STANDS, STANDS, {"ConsumerGone"}),
     "a consumer that was killed": (KILLED, KILLED, {"ConsumerGone"}),

@@ -15,3 +15,13 @@ def test_letting_go_of_a_former_lease_leaves_the_lane_that_was_taken_again():
     assert (held.leases, held.take_let_go()) == ([again], [])
     held.let_go(again, clean=True)
     assert (held.leases, held.take_let_go()) == ([], [LetGo(again, clean=True)])
+
+
+def test_a_lane_that_was_lost_and_taken_again_is_neither_lost_nor_recalled():
+    held, former, again = HeldLanes(), *(Lease(0, epoch, 60.0, time.monotonic()) for epoch in (1, 2))
+    held.give([former])
+    held.recall([0], lost=True)
+    held.give([again])
+    assert held.recalled == set()
+    held.let_go(again, clean=True)
+    assert held.take_let_go() == [LetGo(again, clean=True)]

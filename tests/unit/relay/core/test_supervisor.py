@@ -162,3 +162,40 @@ def test_a_relay_that_came_back_alone_and_publishes_nothing_leaves_its_lanes_at_
     assert tick({"me": 0}, LANES) == LANES
     loop.failing_since = None
     assert tick({"me": LANES, "other": 0}, 0) == LANES // 2
+
+
+def test_a_lane_that_is_lost_counts_once_whether_a_turn_or_the_renewal_finds_it(supervisor) -> None:
+    first, second, third = supervisor._held.leases[:3]
+    released: list[Lease] = []
+
+    class Lanes(Table):
+        def renew(self, _leases: object) -> Renewal:
+            return Renewal([first, second])
+
+        def beat(self, _obeyed: object) -> None:
+            pass
+
+        def forget_dead(self) -> None:
+            pass
+
+        def release(self, leases: list[Lease], clean: list[int]) -> None:
+            released.extend(leases)
+
+    def count() -> float:
+        return supervisor._components.meter._lost._value.get()
+
+    table = Lanes({"me": LANES})
+    # As often as it is renewed before the loop lets go of it; and a turn finds one of them too.
+    for _ in range(2):
+        supervisor._renew(table)
+    assert count() == 0
+    supervisor._held.let_go(first.lane, clean=True)
+    supervisor._held.let_go(second.lane, clean=False, lost=True)
+    supervisor._held.let_go(third.lane, clean=True)
+    supervisor._keep(table)
+    assert (count(), released) == (2, [third])
+    # One that is taken again is not lost any more.
+    supervisor._held.give([first])
+    supervisor._held.let_go(first.lane, clean=True)
+    supervisor._keep(table)
+    assert (count(), released) == (2, [third, first])
