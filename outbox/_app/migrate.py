@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -236,13 +237,16 @@ def has_markers(url: str, schema: str = "outbox") -> bool:
         return _count(connection, table, table.c.last_batch.is_not(None)) > 0
 
 
-def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
+def change_lanes(
+    url: str, lanes: int, schema: str = "outbox", former: Mapping[int, tuple[int, int]] = MappingProxyType({})
+) -> None:
     """Change the number of lanes. No relay may hold one, and the last to hold each must have settled what it published.
 
     Writers wait while the waiting events are written again, each in the lane of its key; failures and dead letters
-    follow. So events keep their order by key. Raises ConfigurationError for an invalid number or schema. Raises
-    SchemaError when a lease has not expired, when a relay was killed with a transaction in flight, when a lane is
-    paused or read from the WAL, or when others keep the tables locked.
+    follow. So events keep their order by key. ``former`` has batch and epoch of the last markers of numbers that are
+    added and that lanes had before: relays stop at a marker that is not given. Raises ConfigurationError for an invalid
+    number or schema. Raises SchemaError when a lease has not expired, when a relay was killed with a transaction in
+    flight, when a lane is paused or read from the WAL, or when others keep the tables locked.
     """
     check_name(schema)
     expression = lane_expression(lanes)
@@ -286,13 +290,17 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
             moved = sa.table(waiting, sa.column("lane"), schema=schema)
             connection.execute(sa.update(moved).values(lane=sa.literal_column(expression)))
         # An epoch never decreases: a relay that was suspended meanwhile must not find its old epoch again.
-        # Once exactly-once has begun, a lane without a batch is from before, and relays stop: see relay/core/marker.py.
-        highest, begun = connection.execute(
-            sa.select(sa.func.coalesce(sa.func.max(table.c.epoch), 0), sa.func.count(table.c.last_batch) > 0)
-        ).one()
-        connection.execute(sa.delete(table))
-        values = {"epoch": highest + 1, "last_batch": 0 if begun else None}
-        connection.execute(sa.insert(table), [{"lane": lane, **values} for lane in range(lanes)])
+        there = connection.execute(sa.delete(table).returning(table.c.lane, table.c.epoch, table.c.last_batch)).all()
+        highest = max((row.epoch for row in there), default=0)
+        # By its batch a relay sees that Postgres has lost commits: a lane keeps it. Once exactly-once has begun, one
+        # without a batch would be from before; see relay/core/marker.py.
+        begun = any(row.last_batch is not None for row in there)
+        batches: dict[int, int | None] = dict.fromkeys(range(lanes), 0 if begun else None)
+        # A marker of a later epoch is from a time that Postgres has lost.
+        batches |= {lane: batch for lane, (batch, epoch) in former.items() if lane < lanes and epoch <= highest}
+        batches |= {row.lane: row.last_batch for row in there if row.lane < lanes}
+        values = [{"lane": lane, "epoch": highest + 1, "last_batch": batch} for lane, batch in batches.items()]
+        connection.execute(sa.insert(table), values)
 
 
 def grant(url: str, statements: Sequence[str]) -> None:

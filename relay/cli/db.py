@@ -114,34 +114,37 @@ def lanes(
 
     url, name = _target(database_url, schema, consumer=False)
     wanted = _number(number)
-    if db.has_markers(url, name):
-        _require_consistent(database_url, schema)
-    db.repeated(_say_why, lambda: db.change_lanes(url, wanted, name))
+    former = _former_markers(database_url, schema, wanted) if db.has_markers(url, name) else {}
+    db.repeated(_say_why, lambda: db.change_lanes(url, wanted, name, former))
     typer.echo(f"schema {name} has {wanted} lanes")
 
 
-def _require_consistent(database_url: str | None, schema: str | None) -> None:
-    """Raise OperationRefused if Kafka has what the table does not know: its marker names events of the old lanes."""
+def _former_markers(database_url: str | None, schema: str | None, lanes: int) -> dict[int, tuple[int, int]]:
+    """Return batch and epoch of the last markers of numbers that the outbox had before, for ``change_lanes``.
+
+    Raises OperationRefused if Kafka has what the table does not know: its marker names events of the old lanes.
+    """
     from contextlib import closing
 
     from outbox.errors import OperationRefused
     from relay.cli.relay import reconciler_settings
-    from relay.core.marker import RECREATED
     from relay.operations.reconcile import Reconciler
 
     with closing(Reconciler(reconciler_settings(database_url, schema))) as reconciler:
         found = reconciler.look(search=False)
+        former = reconciler.former_markers(lanes)
     for one in found.lanes:
         if one.problem is not None:
             raise OperationRefused(
                 f"lane {one.lane}: {one.problem}; if OUTBOX_NAME is the relays', repair it first: `outbox relay "
                 "reconcile --apply`"
             )
-        if one.marker_batch is not None and one.last_batch not in {RECREATED, one.marker_batch}:
+        if one.marker_batch not in {None, one.last_batch}:
             raise OperationRefused(
                 f"lane {one.lane}: Kafka has batch {one.marker_batch}, and the table knows of {one.last_batch}; start "
                 "a relay, wait until `outbox status` shows that it holds the lanes, and stop it with SIGTERM"
             )
+    return {lane: (marker.batch, marker.epoch) for lane, marker in former.items()}
 
 
 @app.command()

@@ -12,9 +12,7 @@ keeps the number of the last settled batch (``lanes.last_batch``), written befor
 |             |                    | events, and a failover lost the rest      | one of them is not in the table     |
 | NULL        | above 2            | Postgres is from before exactly-once      | stop: what is on Kafka already may  |
 |             |                    | began (a restore), or was created anew    | be in the table                     |
-| 0           | none               | `outbox db lanes` has recreated the lanes | write an empty marker, batch 1      |
-|             |                    | when all that was published was settled   |                                     |
-| 0           | k                  | the same, and a lane had this number      | settle k's events, go on with k + 1 |
+| 0           | none               | `outbox db lanes` has added the lane      | write an empty marker, batch 1      |
 | k           | k                  | batch k is settled                        | go on with k + 1                    |
 | k - 1       | k                  | killed after the commit, before settling  | settle k's events, go on with k + 1 |
 | k           | none, or below k   | the state topic lost data                 | stop: publishing could double       |
@@ -42,9 +40,6 @@ from outbox.errors import OutboxError
 _VERSION: Final = 1
 _FIRST_EVENTS: Final = 2
 _SEE: Final = "Nothing was published. Run `outbox relay reconcile`"
-
-RECREATED: Final = 0
-"""``lanes.last_batch`` of a lane that `outbox db lanes` has made: all that was published was settled by then."""
 
 
 class StateLost(OutboxError):
@@ -138,8 +133,6 @@ def resume(
     table above says stop.
     """
     check_origin(lane, marker, system_identifier, timeline)
-    if last_batch == RECREATED:
-        return marker
     if last_batch is None:
         if marker is not None and marker.batch > _FIRST_EVENTS:
             raise StateLost(
@@ -148,15 +141,17 @@ def resume(
                 f"Events would be sent again. {_SEE}"
             )
         return marker
-    if marker is None or marker.batch < last_batch:
+    # Kept by `outbox db lanes`, which takes a lane that it adds for settled up to its number's last marker.
+    published = 0 if marker is None else marker.batch
+    if published < last_batch:
         found = "no marker" if marker is None else f"the marker of batch {marker.batch}"
         raise StateLost(
             f"lane {lane}: Postgres has settled batch {last_batch}, but the state topic holds {found}: it was deleted, "
             f"truncated or restored. Publishing could double events. {_SEE}"
         )
-    if marker.batch > last_batch + 1:
+    if published > last_batch + 1:
         raise StateLost(
-            f"lane {lane}: Kafka holds batch {marker.batch}, but Postgres remembers only {last_batch}: it has lost "
+            f"lane {lane}: Kafka holds batch {published}, but Postgres remembers only {last_batch}: it has lost "
             f"commits (a restore, or a failover to a standby that was behind). Events would be sent again. {_SEE}"
         )
     return marker

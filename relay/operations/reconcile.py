@@ -40,7 +40,7 @@ from psycopg import errors, sql
 from outbox._app.settings import client_options
 from outbox.errors import OperationRefused, SchemaError
 from relay.config import Settings, producer_options, state_topic_name
-from relay.core.marker import RECREATED, Marker, StateLost, resume
+from relay.core.marker import Marker, StateLost, resume
 from relay.core.ports import Unavailable, UndecidedTransaction
 from relay.database import Connector, unavailable_on_error
 from relay.failpoints import failpoint
@@ -183,6 +183,11 @@ class Reconciler:
                 states[lane] = replace(states[lane], found=count)
         return Findings(list(states.values()), hanging)
 
+    def former_markers(self, lanes: int) -> dict[int, Marker]:
+        """Return the last markers of numbers that the outbox had once, and would have again with so many lanes."""
+        read = self._state.read(set(range(lanes)) - self._lanes().keys())
+        return {lane: marker for lane, marker in read.markers.items() if marker is not None}
+
     def upgraded(self) -> Findings:
         """Return the state of all lanes, of which some stop for no other reason than a new system identifier.
 
@@ -192,8 +197,7 @@ class Reconciler:
         seen = self._lanes()
         read = self._state.read([state.lane for state in findings.problems], decided=False)
         for state in findings.problems:
-            marker = read.markers.get(state.lane)
-            here = seen[state.lane]
+            marker, here = read.markers.get(state.lane), seen[state.lane]
             if marker is None or marker.system_identifier == here.system or state.lane in read.problems:
                 raise OperationRefused(
                     f"{state.problem}. That is not for want of pg_upgrade; see `outbox relay reconcile`"
@@ -204,7 +208,7 @@ class Reconciler:
                 raise OperationRefused(
                     f"{error}. pg_upgrade keeps the tables as they are; this is a restore"
                 ) from error
-            if here.last_batch not in {RECREATED, marker.batch} and self._gone(state.lane, marker):
+            if here.last_batch != marker.batch and self._gone(state.lane, marker):
                 raise OperationRefused(
                     f"lane {state.lane}: events of batch {marker.batch} are on Kafka, and neither settled nor in the "
                     "table. pg_upgrade keeps the tables as they are; see `outbox relay reconcile`"
@@ -330,7 +334,7 @@ class Reconciler:
             return marker, str(error)
         if marker is None:
             return marker, None
-        if seen.last_batch not in {RECREATED, marker.batch}:
+        if seen.last_batch != marker.batch:
             gone = self._gone(lane, marker)
             if gone:
                 return marker, f"lane {lane}: Kafka holds {gone} events of batch {marker.batch} that Postgres has lost"

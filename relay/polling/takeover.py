@@ -8,7 +8,7 @@ from psycopg import errors
 
 from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import Lease
-from relay.core.marker import RECREATED, Identity, Marker, StateLost, resume
+from relay.core.marker import Identity, Marker, StateLost, resume
 from relay.core.ports import NOTHING, LaneLocked
 from relay.database import unavailable_on_error
 from relay.polling.queries import Queries
@@ -128,7 +128,7 @@ class RowTakeover:
                 # A position on another timeline says nothing here.
                 commit_lsn = adopted.commit_lsn if adopted.timeline == timeline else None
                 batch = adopted.batch
-                self._settle_marker(lane, last_batch, adopted)
+                self._settle_marker(lane, adopted)
             self._connection.execute(
                 self._queries.adopted, {"lane": lane, "batch": batch, "own_id": own_id, "commit_lsn": commit_lsn}
             )
@@ -162,12 +162,12 @@ class RowTakeover:
             and not self._session.pooled
         )
 
-    def _settle_marker(self, lane: int, last_batch: int | None, adopted: Marker) -> None:
+    def _settle_marker(self, lane: int, adopted: Marker) -> None:
         ids = list(adopted.positions)
         ((gone,),) = self._session.rows(
             self._queries.settle_marker, lane=lane, ids=ids, event_ids=list(adopted.event_ids)
         )
-        if last_batch != RECREATED and gone != len(ids):
+        if gone != len(ids):
             # They were durable before they were published, and no other relay settles them.
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "

@@ -283,7 +283,7 @@ def test_kafka_is_lost(follow, outbox_kafka, new_kafka, outbox_postgres, setting
     assert f"Postgres has, and Kafka has lost: {len(ids)} events of 4 keys" in shown.text
     operator.own("outbox recover --since TIME --resend", TIME=point)
     if what == "topic":
-        # The lanes' markers are adopted whatever their batch is.
+        # The lanes go on from their markers, whose events were put back.
         db.change_lanes(url, 2)
     operator.start()
     drained(url)

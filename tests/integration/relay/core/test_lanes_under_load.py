@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 
 import psycopg
 import pytest
-from support import Load, backlog, check, drained, ends, look_up, numbers_by_key, wait_until, write
+from support import Load, await_stops, backlog, check, drained, ends, look_up, numbers_by_key, wait_until, write
 from typer.testing import CliRunner
 
 from outbox import Event, SchemaError
@@ -15,6 +16,7 @@ from outbox._app import migrate as db
 from relay.cli.app import app
 from relay.failpoints import VARIABLE
 from relay.operations.dead_letters import DeadLetters, Selection
+from relay.wal.lane_hash import lane_of
 
 
 def published(url: str) -> None:
@@ -115,6 +117,57 @@ def test_not_after_a_restore_that_has_lost_commits(outbox_postgres, outbox_kafka
     drained(url)
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
     assert (seen, repeats) == ({f"k{n}": [0, 1] for n in range(100)}, 0)
+
+
+def test_not_on_after_postgres_went_back_to_when_their_number_had_changed(outbox_postgres, outbox_kafka, outbox_relay):
+    """Of seven lanes two are as before, two had their numbers once, three are new: each has published since."""
+    url, kind, name = outbox_postgres.url, outbox_kafka.name("Order"), outbox_kafka.name("outbox")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
+    settings = {"delivery": "exactly-once", "name": name, "relay__batch_size": 2, "log_format": "json"}
+    environment = {
+        "OUTBOX_DATABASE_URL": url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+        "OUTBOX_NAME": name,
+    }
+
+    def command(*words: str) -> None:
+        done = CliRunner().invoke(app, words, env=environment)
+        assert done.exit_code == 0, done.output
+
+    def publish() -> None:
+        relay = outbox_relay(**settings)
+        relay.wait_for_log("lanes acquired")
+        drained(url)
+        ends(relay)
+
+    # As many of each lane: where the keys of a type fall is chance.
+    keys = [
+        key
+        for lane in range(7)
+        for key in itertools.islice((k for k in map(str, range(1000)) if lane_of(kind, k, 7) == lane), 8)
+    ]
+    for n, lanes in enumerate(("4", "2", "7")):
+        command("db", "lanes", lanes)
+        write(url, [Event(kind, key, "T", {"n": n}) for key in keys])
+        if lanes != "7":
+            publish()
+    columns = "id, event_id, aggregate_type, aggregate_id, event_type, payload"
+    with psycopg.connect(url) as connection:
+        connection.execute(f"CREATE TABLE saved AS SELECT {columns} FROM outbox.events")
+        connection.execute("CREATE TABLE saved_lanes AS SELECT lane, last_batch FROM outbox.lanes")
+    publish()
+    with psycopg.connect(url) as connection:
+        connection.execute(f"INSERT INTO outbox.events ({columns}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM saved")
+        connection.execute(
+            "UPDATE outbox.lanes AS l SET last_batch = s.last_batch FROM saved_lanes AS s WHERE s.lane = l.lane"
+        )
+    relay = outbox_relay(**settings)
+    await_stops(relay, 7)
+    ends(relay)
+    command("relay", "reconcile", "--apply", "--reason", "restored")
+    publish()
+    seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
+    assert (seen, repeats) == ({key: [0, 1, 2] for key in keys}, 0)
 
 
 def test_a_blocked_key_goes_along(outbox_postgres, outbox_kafka, outbox_relay):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from takeover_support import LANES, place
 
 from outbox._app import migrate as db
@@ -47,16 +48,28 @@ def test_the_first_events_whose_rows_are_gone_stop_the_lane(place):
     assert "only 0" in str(failed[3])
 
 
-def test_lanes_of_another_number_go_on_from_the_markers_that_their_numbers_had(place):
+@pytest.mark.parametrize("later", [False, True])
+def test_lanes_of_another_number_go_on_from_the_markers_that_their_numbers_had(place, later):
+    """Not from one of a later epoch than the table knows: Postgres has lost what came after."""
     place.add()
     worker = place.joined("a")
     worker.drain()
     place.tables.table.release(worker.leases, clean=range(LANES))
-    for lanes in (LANES - 2, LANES):
-        db.change_lanes(place.tables.url, lanes)
-        assert place.tables.batches() == dict.fromkeys(range(lanes), 0)
+    before = place.tables.batches()
+    db.change_lanes(place.tables.url, LANES - 2)
+    markers = place.state.last_markers(range(LANES))
+    former = {lane: (marker.batch, marker.epoch + 10 * later) for lane, marker in markers.items()}
+    db.change_lanes(place.tables.url, LANES, former=former)
+    added = [LANES - 2, LANES - 1]
+    assert place.tables.batches() == (before | dict.fromkeys(added, 0) if later else before)
     place.add()
-    heir = place.joined("b")
+    heir = place.worker("b")
+    failed = heir.join()
+    if later:
+        assert sorted(failed) == added
+        assert {type(error) for error in failed.values()} == {StateLost}
+        return
+    assert failed == {}
     heir.drain()
     assert place.all_once()
 

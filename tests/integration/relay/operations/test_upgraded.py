@@ -43,8 +43,7 @@ def former(markers: dict[int, Marker]) -> dict[int, Marker]:
 
 
 def test_all_lanes_go_on_and_what_the_markers_name_is_settled(outbox, before, outbox_relay):
-    # Made by `outbox db lanes`, when what its marker names was settled.
-    outbox.run("UPDATE outbox.lanes SET last_batch = 0 WHERE lane = 3")
+    # Settled, all of it.
     before[3] = outbox.marker(7, [(1, str(uuid.uuid4()))])
     write(outbox, former(before))
     relay = outbox_relay(name=outbox.name, delivery="exactly-once")
