@@ -117,10 +117,10 @@ class HeldLanes:
         with self._lock:
             return set(self._recalled)
 
-    def let_go(self, lane: int, *, clean: bool, lost: bool = False) -> None:
-        """Record that the loop no longer works on the lane."""
+    def let_go(self, lease: Lease, *, clean: bool, lost: bool = False) -> None:
+        """Record that the loop no longer works on the lane, unless it was given another lease of it meanwhile."""
         with self._lock:
-            lease = self._leases.pop(lane, None)
-            self._recalled.discard(lane)
-            if lease is not None:
+            if self._leases.get(lease.lane) is lease:
+                del self._leases[lease.lane]
+                self._recalled.discard(lease.lane)
                 self._let_go.append(LetGo(lease, clean, lost))

@@ -469,8 +469,7 @@ class WorkerLoop:
         if self._source is not None:
             self._source.drop(number)
         self._sizes.forget(number)
-        del self._lanes[number]
-        self._held.let_go(number, clean=clean, lost=lost)
+        self._held.let_go(self._lanes.pop(number).lease, clean=clean, lost=lost)
 
     def _finish(self) -> None:
         """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""

@@ -159,6 +159,25 @@ def test_a_lost_lane_is_let_go_and_the_others_go_on():
     assert (world.broker.opened, world.table.opened) == (1, 1)
 
 
+def test_a_lane_that_is_lost_when_it_has_been_taken_again_goes_on():
+    """Its lease had expired, and no other relay had taken it: the turn in flight is of the former lease."""
+    world = World({0: [1, 2, 3, 4], 1: [5]})
+    world.table.unconfirmed = True
+
+    def taken_again(batches: Batches) -> Sent:
+        world.held.give([Lease(0, 2, 60.0, time.monotonic())])
+        world.table.fail_lanes = {0: [LaneLost("epoch is over")]}
+        return all_of(batches)
+
+    world.broker.script = [all_of, taken_again]
+    world.run()
+    assert world.table.left == []
+    assert {(gone.lease.lane, gone.lease.epoch, gone.lost) for gone in world.held.take_let_go()} == {
+        (0, 2, False),
+        (1, 1, False),
+    }
+
+
 def test_a_lane_that_is_lost_while_it_is_joined_is_let_go():
     world = World({0: [1], 1: []})
     world.broker.fail_join = {1: [LaneLost("epoch is over")]}
@@ -410,7 +429,7 @@ def test_a_lane_that_comes_with_a_pause_is_never_read():
     """The control loop hands the pauses over first, and the lanes after them."""
     rows = spread(2, 4)
     world = World(rows)
-    world.held.let_go(1, clean=True)
+    world.held.let_go(world.leases[1], clean=True)
     world.held.take_let_go()
 
     def then_give(batches: Batches) -> Sent:

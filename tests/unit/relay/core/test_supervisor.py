@@ -104,7 +104,7 @@ def test_a_relay_that_left_its_lanes_takes_them_again_when_no_other_one_is_alive
     supervisor._worker.loop.failing_since = time.monotonic() - 1000.0
     assert tick({"me": LANES, "other": 0}, 0) == ["leave"]
     for lease in supervisor._held.leases:
-        supervisor._held.let_go(lease.lane, clean=True, lost=False)
+        supervisor._held.let_go(lease, clean=True)
     # The other one is alive: the lanes are its own, even those that are free.
     assert tick({"other": 0}, LANES) == []
     # It is gone, or halted. The next tick counts both relays if it wakes meanwhile.
@@ -138,8 +138,9 @@ def test_a_relay_that_came_back_alone_and_publishes_nothing_leaves_its_lanes_at_
         table = Lanes(held)
         table._distribution = LaneDistribution(held, lanes=LANES, free=free, total=LANES)
         supervisor._balance(table)
-        for lane in supervisor._held.recalled:
-            supervisor._held.let_go(lane, clean=True, lost=False)
+        for lease in supervisor._held.leases:
+            if lease.lane in supervisor._held.recalled:
+                supervisor._held.let_go(lease, clean=True)
         return len(supervisor._held.leases)
 
     loop.failing_since = clock[0] - 1000.0
