@@ -139,6 +139,7 @@ class Writer:
                 owners[key] = row["event_id"], event.aggregate_id, event.event_type
                 chosen.append({**row, _statements.KEY: event.idempotency_key})
         _check_owners(events, owners)
+        again = False
         while chosen:
             values = _lists(chosen, (*_statements.COLUMNS, _statements.KEY))
             answer = yield Step(statement, {**values, **(when or {})}, answers=True)
@@ -152,8 +153,14 @@ class Writer:
             found = _owners((yield Step(_statements.known_keys(self._schema), values, answers=True)))
             owners |= found
             _check_owners(events, owners)
-            # One that was forgotten between the two statements is new.
-            chosen = [row for row in old if _key_of(row) not in found]
+            # One that was forgotten between the two statements is new: once, as by now it is written.
+            left = [row for row in old if _key_of(row) not in found]
+            if again and len(left) == len(chosen):
+                raise TargetError(
+                    "the database has other idempotency keys than were written: the encoding of the database or the "
+                    "session is SQL_ASCII, so that texts come back as bytes, or a trigger changes them"
+                )
+            chosen, again = left, True
         first = [
             None if one.idempotency_key is None else owners[one.aggregate_type, one.idempotency_key] for one in events
         ]

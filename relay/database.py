@@ -10,6 +10,7 @@ import psycopg
 from psycopg import errors
 
 from outbox._clients.credentials import password_for
+from outbox._clients.encoding import UTF8, check_encoding
 from outbox._clients.errors import first_line
 from outbox._clients.search_path import PinnedConnection
 from outbox.errors import SchemaError
@@ -147,10 +148,10 @@ def begin_session(connection: psycopg.Connection[Any]) -> bool:
 
 
 class Connector:
-    """Opens connections to one database. A call raises Unavailable when the server can't be reached.
+    """Opens connections to one database. A call raises Unavailable when the server can't be reached, and SchemaError.
 
     Autocommit, no prepared statements (PgBouncer in transaction mode does not keep them), NOTICE_DEAD_HOSTS, a name for
-    pg_stat_activity, and names resolved in pg_catalog alone (``outbox._clients.search_path``).
+    pg_stat_activity, texts in UTF-8, and names resolved in pg_catalog alone (``outbox._clients.search_path``).
     """
 
     def __init__(self, url: str, application_name: str) -> None:
@@ -164,9 +165,11 @@ class Connector:
                 autocommit=True,
                 prepare_threshold=None,
                 application_name=self._name,
+                client_encoding=UTF8,
                 **NOTICE_DEAD_HOSTS,
                 **password_for(self._url),
             )
+            check_encoding(connection)
             connection.pin()
         except psycopg.OperationalError as error:
             raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}: {first_line(error)}") from error

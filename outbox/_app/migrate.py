@@ -30,6 +30,7 @@ from psycopg import sql as quoting
 import outbox
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.credentials import password_for
+from outbox._clients.encoding import UTF8, check_encoding
 from outbox._clients.errors import first_line
 from outbox._clients.search_path import PIN, PIN_LOCAL, is_pooled
 from outbox.errors import ConfigurationError, SchemaError, TablesInUse
@@ -350,7 +351,11 @@ def connected(url: Database) -> Iterator[sa.Connection]:
     def connect() -> psycopg.Connection[Any]:
         # libpq parses the URL, so that it means the same here as in the relay.
         try:
-            opened = psycopg.connect(address, **password_for(address)) if isinstance(url, str) else url()
+            if isinstance(url, str):
+                opened = psycopg.connect(address, client_encoding=UTF8, **password_for(address))
+            else:
+                opened = url()
+            check_encoding(opened)
             # Before SQLAlchemy's first query; behind a pooler the transactions below are pinned.
             if not is_pooled(opened):
                 opened.execute(PIN)

@@ -38,6 +38,7 @@ from psycopg import errors, pq, sql
 from psycopg.conninfo import conninfo_to_dict
 
 from outbox._clients.credentials import password_for
+from outbox._clients.encoding import UTF8
 from outbox._clients.search_path import PIN_LOCAL, PinnedConnection
 from outbox._clients.threads import within
 from outbox.consumer import patience
@@ -115,7 +116,7 @@ def _open(
         prepare_threshold=None,
         application_name=application_name(name),
         # COPY sends UTF-8.
-        client_encoding="UTF8",
+        client_encoding=UTF8,
         **options,
     )
     with patience.current().ask(math.inf) as seconds:
