@@ -110,12 +110,16 @@ class Upgrade:
         return f"tables upgraded from revision {self.before} to {self.after}"
 
 
-OUTBOX: Final = History("versions", "outbox", ("events", "dead_letters", "streams", "scheduled"))
+_EVENTS: Final = ("events", "dead_letters", "streams", "scheduled", "published", "audit", "idempotency_keys")
+_APPLIED: Final = ("offsets", "processed_messages", "dead_letters", "losses", "reservations", "checkpoints", "audit")
+OUTBOX: Final = History("versions", "outbox", _EVENTS)
+CONSUMER: Final = History("consumer", "consumer", _APPLIED)
 _WAYS_OUT: Final[Mapping[str, str]] = {
+    "events": "let them drain",
+    "dead_letters": "`outbox dead-letters retry`, or `discard`",
     "streams": "drop the slot (`outbox cdc drop`)",
     "scheduled": "wait until they are due, or cancel them (`outbox scheduled cancel`)",
 }
-CONSUMER: Final = History("consumer", "consumer", ("offsets", "dead_letters", "reservations", "checkpoints"))
 
 
 def upgrade(url: Database, schema: str = "outbox", lanes: int | None = None, revision: str = "head") -> Upgrade:
@@ -181,8 +185,8 @@ def downgrade(
                 if _count(connection, sa.table(name, schema=schema)):
                     raise SchemaError(
                         f"{schema}.{name} still has rows, which a downgrade would drop; "
-                        + _WAYS_OUT.get(name, "let them drain")
-                        + ", or say --drop-rows"
+                        + _WAYS_OUT.get(name, "copy what you need of them")
+                        + ", or say `outbox db downgrade --drop-rows`"
                     )
         with _migration_errors(schema):
             command.downgrade(_config(history, schema, connection=connection), revision)

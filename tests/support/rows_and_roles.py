@@ -29,10 +29,15 @@ _OFFSET = {"grp": "g", "topic": "t", "part": 0, "topic_id": "T"}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "outbox.events": {**_EVENT, "event_type": "T"},
     "outbox.failures": {**_OF_LANE, **_EVENT, **_FAILED, **_WAITS},
+    "outbox.published": {**_OF_LANE, **_EVENT, "event_id": uuid4(), "event_type": "T", "created_at": NOW},
+    "outbox.idempotency_keys": {**_EVENT, "idempotency_key": "a", "event_id": uuid4(), "event_type": "T"},
+    "outbox.audit": {"what": "discarded", "details": "{}"},
     "outbox.dead_letters": {**_OF_LANE, **_EVENT, **_FAILED, "event_type": "T", "created_at": NOW},
     "consumer.groups": {"grp": "g", "owner": "x"},
     "consumer.offsets": {**_OFFSET, "next_offset": 0, "generation": 1},
     "consumer.losses": {**_OFFSET, "first_offset": 1, "end_offset": 2, "kind": "retention", "detail": "d"},
+    "consumer.processed_messages": {"grp": "g", "day": NOW.date(), "message_id": uuid4()},
+    "consumer.audit": {"what": "reset", "details": "{}"},
     "consumer.dead_letters": {**_MESSAGE, **_DEAD},
     "consumer.reservations": {**_MESSAGE, "name": "pay", "state": "stuck", "request": "{}"},
 }

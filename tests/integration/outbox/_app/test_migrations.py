@@ -87,6 +87,24 @@ def test_downgrade_leaves_nothing_but_refuses_to_lose_events(empty):
     assert schema_check.check(empty) == []
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        *("outbox.published", "outbox.audit", "outbox.idempotency_keys", "outbox.dead_letters"),
+        *("consumer.offsets", "consumer.processed_messages", "consumer.dead_letters", "consumer.losses"),
+        "consumer.audit",
+    ],
+)
+def test_a_downgrade_refuses_to_lose_what_is_kept(empty, table):
+    history = db.OUTBOX if table.startswith("outbox") else db.CONSUMER
+    (db.upgrade if history is db.OUTBOX else db.upgrade_consumer)(empty)
+    put(empty, table)
+    with pytest.raises(SchemaError, match=f"{table} still has rows, which a downgrade would drop"):
+        db.downgrade(empty, history=history)
+    assert rows(empty, f"SELECT count(*) FROM {table}") == [(1,)]
+    db.downgrade(empty, history=history, drop_rows=True)
+
+
 def test_downgrade_keeps_an_event_that_commits_while_it_waits(empty):
     db.upgrade(empty)
     for isolation in ("read committed", "repeatable read"):

@@ -43,7 +43,9 @@ def test_a_downgrade_does_not_forget_the_slot(shell):
     assert "outbox cdc drop" in output
     shell.done("relay switch", "polling")
     shell.done("cdc drop", "--slot", shell.slot)
-    shell.done("db downgrade", "base")
+    _, output = shell.refused("db downgrade", "base")
+    assert "outbox.audit still has rows" in output
+    shell.done("db downgrade", "base", "--drop-rows")
     for command in (("cdc status",), ("cdc setup",), ("relay switch", "wal")):
         _, output = shell.refused(*command)
         assert "outbox db upgrade" in output
