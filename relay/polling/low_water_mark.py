@@ -12,7 +12,8 @@ mark, which rises to an id M only when no transaction can still commit an id up 
 
 A reader's snapshot has no transaction id and does not hold back the mark; a forgotten writer does, as it must. The row
 of an INSERT that takes longer than the wait in 1 between drawing its id and writing, as in a BEFORE trigger that
-sleeps, is found below the mark by a sweep (sweep.py).
+sleeps, is found below the mark by a sweep (sweep.py). So is one of a slow COPY, which keeps rows with event ids of
+their own until it has many, unless its transaction has an id, as under the lock of docs/guides/writing-events.md.
 
 Steps 1 and 2 are done for all lanes of a worker together: one transaction id a round, whatever the number of lanes.
 Rows whose key waits for a failed event may be below the mark. When such a failure is gone, the mark is lowered to its

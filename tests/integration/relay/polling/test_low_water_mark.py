@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from uuid import uuid4
+
 import psycopg
 import pytest
 from one_lane import OneLane
@@ -146,4 +150,32 @@ def test_a_late_commit_under_a_rising_mark_is_found(outbox_postgres, lanes, quic
         late.commit()
     add(outbox_postgres, "last")
     assert fetched(source_.fetch(10)) == ["late", "last"]
+    source_.close()
+
+
+def test_a_slow_copy_under_the_documented_lock_is_not_passed(outbox_postgres, lanes, quick_marks):
+    """COPY keeps rows that bring their event ids until it has many: their ids are drawn, and nothing is written."""
+    guide = Path(__file__).parents[4] / "docs" / "guides" / "writing-events.md"
+    lock = re.search(r"In SQL the lock is\n\n```sql\n(.*?)```", guide.read_text(), re.DOTALL)
+    assert lock is not None
+    source_ = source(outbox_postgres, taken(lanes))
+    add(outbox_postgres, "before")
+    settle(source_, source_.fetch(10))
+    with outbox_postgres.connect() as slow, outbox_postgres.connect(autocommit=True) as admin:
+        drawn = "SELECT last_value FROM outbox.events_id_seq"
+        before = admin.execute(drawn).fetchone()
+        slow.execute(lock[1].encode())
+        columns = "event_id, aggregate_type, aggregate_id, event_type"
+        with slow.cursor().copy(f"COPY outbox.events ({columns}) FROM STDIN") as copy:
+            copy.write(f"{uuid4()}\tStock\ttea\tCounted\n")
+            slow.pgconn.flush()
+            wait_until(lambda: admin.execute(drawn).fetchone() != before, what="its id to be drawn")
+            for number in range(20):
+                add(outbox_postgres, str(number))
+                settle(source_, source_.fetch(10))
+        slow.commit()
+        with admin.transaction():
+            admin.execute(lock[1].encode())
+            Outbox().add(admin, Event("Stock", "tea", "CountedAgain"))
+    assert [claim.event_type for claim in source_.fetch(10)] == ["Counted", "CountedAgain"]
     source_.close()
