@@ -113,7 +113,7 @@ MUTANTS: Final = (
         "relay/kafka/producer.py",
         " and ahead.get(position, NOT_SENT) is not None:",
         ":",
-        (f"{_RELAY}/kafka/test_publisher.py", "tests/unit/relay/kafka/test_ordered.py"),
+        ("tests/unit/relay/kafka/test_ordered.py", f"{_RELAY}/kafka/test_publisher.py"),
     ),
     Mutant(
         "freed_keys_overtake",
