@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
-import psycopg
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
@@ -29,14 +28,10 @@ from alembic.util import CommandError
 from psycopg import sql as quoting
 
 import outbox
+from outbox._app.schema_connection import Database, connected
 from outbox._clients.backoff import doubled, jittered
-from outbox._clients.credentials import password_for
-from outbox._clients.encoding import UTF8, check_encoding
-from outbox._clients.errors import first_line
-from outbox._clients.search_path import PIN, PIN_LOCAL, is_pooled
 from outbox.errors import ConfigurationError, SchemaError, TablesInUse
 from outbox.tables import DEFAULT_LANES, lane_expression
-from outbox.urls import display_url, libpq_url
 
 _LOCK: Final = 0x6F7574626F780001
 """The advisory lock of all changes of the schema."""
@@ -57,25 +52,6 @@ Result = TypeVar("Result")
 _MAX_NAME: Final = 63
 """Bytes of an identifier. Postgres cuts off the rest, so two longer names could become the same."""
 
-Database = str | Callable[[], psycopg.Connection[Any]]
-"""An address, or a function that connects: for a host application with connections of its own."""
-
-_ADVICE: Final = {
-    "25P03": "the command was stopped for too long; run it again",
-    "25006": "this connection may only read: use the primary server and a role that may write",
-    "2BP01": "if it is `outbox cdc setup`'s publication: `outbox cdc drop` first, and set it up again afterwards",
-    "3F000": "create the tables with `outbox db upgrade`, or correct the schema's name",
-    "40P01": "other transactions use these tables; try again when they have ended",
-    "42501": "use the role that owns the database or these tables",
-    "42704": "create the role first (CREATE ROLE … LOGIN), or correct its name",
-    "42P01": "create the tables with `outbox db upgrade`, or correct the schema's name",
-    "42P07": "`outbox db upgrade` did not create this table; continue with the migrations that did",
-    "55P03": "long transactions use these tables; try again when they have ended",
-    "57014": "it was cancelled, by hand or by the role's statement_timeout; raise that, and try again",
-}
-"""What to do, by SQLSTATE."""
-_IN_USE: Final = frozenset({"40P01", "55P03"})
-"""SQLSTATEs of a deadlock, and of a lock that was not to be had in time."""
 # The rights on the column alone, which go with it.
 _COLUMN_GRANTS: Final = """
 SELECT format('GRANT %s (lane) ON %s TO %s', g.privilege_type, a.attrelid::regclass,
@@ -336,55 +312,6 @@ def check_name(schema: str) -> None:
         raise ConfigurationError(f"the schema's name {schema!r} has {length} bytes; Postgres takes {_MAX_NAME} at most")
     if schema.startswith("pg_") or schema == "information_schema":
         raise ConfigurationError(f"the schema's name {schema!r} is Postgres's own; choose one that is not")
-
-
-@contextmanager
-def connected(url: Database) -> Iterator[sa.Connection]:
-    """Open a connection that is READ COMMITTED whatever the server's default is, with names pinned to pg_catalog.
-
-    Raises ConfigurationError when the address can't be parsed, SchemaError in place of every database error.
-    """
-    address = libpq_url(url) if isinstance(url, str) else ""
-    shown = display_url(address) if isinstance(url, str) else "the database"
-
-    def connect() -> psycopg.Connection[Any]:
-        # libpq parses the URL, so that it means the same here as in the relay.
-        try:
-            if isinstance(url, str):
-                opened = psycopg.connect(address, client_encoding=UTF8, **password_for(address))
-            else:
-                opened = url()
-            check_encoding(opened)
-            # Before SQLAlchemy's first query; behind a pooler the transactions below are pinned.
-            if not is_pooled(opened):
-                opened.execute(PIN)
-            opened.commit()
-            return opened
-        except (psycopg.Error, UnicodeError) as error:
-            raise SchemaError(
-                f"{shown}: {first_line(error)}; see that the server runs, and that OUTBOX_DATABASE_URL has "
-                "the right host, database and user"
-            ) from error
-
-    engine = sa.create_engine(
-        "postgresql+psycopg://",
-        creator=connect,
-        poolclass=sa.pool.NullPool,
-        isolation_level="READ COMMITTED",
-        # Looked up by each new connection, before its first transaction is pinned.
-        use_native_hstore=False,
-    )
-    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(PIN_LOCAL))
-    try:
-        with engine.connect() as connection:
-            yield connection
-    except sa.exc.DBAPIError as error:
-        state = getattr(error.orig, "sqlstate", None) or ""
-        advice = _ADVICE.get(state)
-        kind = TablesInUse if state in _IN_USE else SchemaError
-        raise kind(f"{shown}: {first_line(error.orig or error)}" + (f"; {advice}" if advice else "")) from error
-    finally:
-        engine.dispose()
 
 
 def folder() -> Path:

@@ -16,6 +16,7 @@ from typing import Final
 import sqlalchemy as sa
 
 from outbox._app import migrate as db
+from outbox._app.schema_connection import connected
 from outbox.consumer.tables import consumer_tables
 from outbox.tables import DEFAULT_LANES, MAX_LANES, outbox_tables
 
@@ -184,6 +185,6 @@ def _lane_rows(connection: sa.Connection, schema: str) -> list[int]:
 def _connection(url: str, schema: str) -> Iterator[sa.Connection]:
     """Open a connection whose transaction is always rolled back. Raises ConfigurationError for a schema's name."""
     db.check_name(schema)
-    with db.connected(url) as connection:
+    with connected(url) as connection:
         yield connection
         connection.rollback()

@@ -20,6 +20,7 @@ from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ModelState
 
 from outbox._app import migrate
+from outbox._app.schema_connection import connected
 from outbox.django.conf import options
 from outbox.tables import DEFAULT_LANES
 
@@ -96,7 +97,7 @@ def behind(alias: str, schema: str, applied: int) -> str | None:
     Tables without a version table are those of other migrations, and a revision that is unknown here is a later one.
     """
     known = ["base", *migrate.revisions()]
-    with _own(alias) as connect, migrate.connected(connect) as connection:
+    with _own(alias) as connect, connected(connect) as connection:
         there = migrate.current(connection, schema)
         if there is None:
             return None if sa.inspect(connection).has_table("events", schema=schema) else "there are no tables"

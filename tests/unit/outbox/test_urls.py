@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import make_url
 
-from outbox._app import migrate as db
+from outbox._app.schema_connection import connected
 from outbox.consumer import postgres_errors as postgres
 from outbox.consumer.retention import IdRetention
 from outbox.errors import ConfigurationError, MissingExtra
@@ -101,7 +101,7 @@ def test_what_is_shown_does_not_depend_on_the_password(password):
 
 
 def opened(url: str) -> None:
-    with db.connected(url):
+    with connected(url):
         pass
 
 

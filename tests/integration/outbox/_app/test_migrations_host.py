@@ -14,6 +14,7 @@ from migration_support import empty
 from outbox import outbox_tables
 from outbox._app import migrate as db
 from outbox._app import schema_drift as schema_check
+from outbox._app.schema_connection import connected
 from outbox.errors import SchemaError
 
 __all__ = ["empty"]
@@ -89,7 +90,7 @@ def test_the_version_table_of_a_host_application_is_not_taken_for_the_outboxs(em
     assert re.match(said, schema_check.check(empty, "public")[-1])
     metadata = sa.MetaData()
     tables = outbox_tables(metadata, schema="public")
-    with db.connected(empty) as connection, connection.begin():
+    with connected(empty) as connection, connection.begin():
         metadata.create_all(connection)
         connection.execute(sa.insert(tables.lanes), [{"lane": number} for number in range(4)])
     # Made by the host's own history: nothing is wrong.

@@ -13,6 +13,7 @@ from support import drained, write
 
 from outbox import Event, Outbox, SchemaError, TargetError
 from outbox._app import migrate
+from outbox._app.schema_connection import connected
 from outbox.testing.fixtures import token
 from relay.database import Connector
 
@@ -48,7 +49,7 @@ def test_commands_speak_utf8_whatever_the_roles_default_is(outbox_postgres):
     with_default(url, "client_encoding", "LATIN1")
     with closing(Connector(url, "a test")()) as connection:
         assert connection.execute("SHOW client_encoding").fetchone() == ("UTF8",)
-    with migrate.connected(url) as connection:
+    with connected(url) as connection:
         assert connection.exec_driver_sql("SHOW client_encoding").scalar() == "UTF8"
 
 

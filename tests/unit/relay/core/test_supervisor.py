@@ -189,13 +189,13 @@ def test_a_lane_that_is_lost_counts_once_whether_a_turn_or_the_renewal_finds_it(
     for _ in range(2):
         supervisor._renew(table)
     assert count() == 0
-    supervisor._held.let_go(first.lane, clean=True)
-    supervisor._held.let_go(second.lane, clean=False, lost=True)
-    supervisor._held.let_go(third.lane, clean=True)
+    supervisor._held.let_go(first, clean=True)
+    supervisor._held.let_go(second, clean=False, lost=True)
+    supervisor._held.let_go(third, clean=True)
     supervisor._keep(table)
     assert (count(), released) == (2, [third])
     # One that is taken again is not lost any more.
     supervisor._held.give([first])
-    supervisor._held.let_go(first.lane, clean=True)
+    supervisor._held.let_go(first, clean=True)
     supervisor._keep(table)
     assert (count(), released) == (2, [third, first])
