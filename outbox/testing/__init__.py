@@ -1,4 +1,4 @@
-"""For tests of services that write events: real servers, pytest fixtures, and the events of an open transaction.
+"""For tests of services that write events: real servers, pytest fixtures, and the events that were written.
 
     def test_placing_an_order(outbox_postgres):
         with Session(outbox_postgres.engine()) as session:
@@ -10,6 +10,18 @@ The fixtures (``outbox_postgres``, ``outbox_kafka``, ``outbox_relay`` …) are i
 
 from __future__ import annotations
 
-from outbox.testing._recorded import ScheduledEvent, recorded_events, recorded_events_async
+from outbox.testing._recorded import (
+    ScheduledEvent,
+    committed_events,
+    committed_events_async,
+    recorded_events,
+    recorded_events_async,
+)
 
-__all__ = ["ScheduledEvent", "recorded_events", "recorded_events_async"]
+__all__ = [
+    "ScheduledEvent",
+    "committed_events",
+    "committed_events_async",
+    "recorded_events",
+    "recorded_events_async",
+]

@@ -1,4 +1,4 @@
-"""Reads the events of a transaction that is still open, through the connection that wrote them."""
+"""Reads the events that a transaction has written, or that wait in the outbox, through a connection of the test's."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ScheduledEvent(Event):
     not_before: dt.datetime = field(kw_only=True)
 
 
-_SENDER: Final = Sender(
-    "recorded_events", "recorded_events_async", "the outbox", "there is none whose events could be read"
-)
+_NONE: Final = "there is none whose events could be read"
+_RECORDED: Final = Sender("recorded_events", "recorded_events_async", "the outbox", _NONE)
+_COMMITTED: Final = Sender("committed_events", "committed_events_async", "the outbox", _NONE)
 # A row's xmin is the id of the transaction or subtransaction that wrote it, cut to 32 bits. The open transaction's rows
 # have its own id or a later one that is still in progress: rows that others have in progress are invisible. (A released
 # savepoint stays in progress until its transaction ends; rows of one that was rolled back are invisible.)
@@ -39,14 +39,14 @@ _TEXTS: Final = ", ".join(name if name == "payload_bytes" else f"{name}::text" f
 
 
 @cache
-def _query(schema: str) -> Statement:
-    """Return the statement; it finds no rows in a transaction that has written nothing."""
+def _query(schema: str, which: str = _MINE) -> Statement:
+    """Return the statement; ``_MINE`` finds no rows in a transaction that has written nothing."""
     text = f"""
 WITH own AS (SELECT pg_current_xact_id_if_assigned()::text::bigint AS xact)
 SELECT {_TEXTS}, not_before FROM (
-    SELECT {", ".join(COLUMNS)}, NULL::timestamptz AS not_before, id FROM {SCHEMA}events, own WHERE {_MINE}
+    SELECT {", ".join(COLUMNS)}, NULL::timestamptz AS not_before, id FROM {SCHEMA}events, own WHERE {which}
     UNION ALL
-    SELECT {", ".join(COLUMNS)}, not_before, id FROM {SCHEMA}scheduled, own WHERE {_MINE}) AS written
+    SELECT {", ".join(COLUMNS)}, not_before, id FROM {SCHEMA}scheduled, own WHERE {which}) AS written
  ORDER BY not_before NULLS FIRST, id"""
     return Statement(text, schema)
 
@@ -63,12 +63,26 @@ def recorded_events(target: SyncTarget, *, schema: str = "outbox") -> list[Event
 
     Raises TargetError for a connection in autocommit mode without a transaction, and for a target that ``add`` refuses.
     """
-    return [_event(row) for row in _SENDER.to(target)(Step(_query(schema), {}, answers=True))]
+    return [_event(row) for row in _RECORDED.to(target)(Step(_query(schema), {}, answers=True))]
 
 
 async def recorded_events_async(target: AsyncTarget, *, schema: str = "outbox") -> list[Event]:
     """Return the same as ``recorded_events``, for a target of ``AsyncOutbox.add``."""
-    return [_event(row) for row in await _SENDER.to_async(target)(Step(_query(schema), {}, answers=True))]
+    return [_event(row) for row in await _RECORDED.to_async(target)(Step(_query(schema), {}, answers=True))]
+
+
+def committed_events(target: SyncTarget, *, schema: str = "outbox") -> list[Event]:
+    """Return the events that wait in the outbox, whoever committed them, in the order of ``recorded_events``.
+
+    A relay takes events out: use it where none runs. The transaction of ``target`` may have written some of them.
+    Arguments and errors are those of ``recorded_events``.
+    """
+    return [_event(row) for row in _COMMITTED.to(target)(Step(_query(schema, "true"), {}, answers=True))]
+
+
+async def committed_events_async(target: AsyncTarget, *, schema: str = "outbox") -> list[Event]:
+    """Return the same as ``committed_events``, for a target of ``AsyncOutbox.add``."""
+    return [_event(row) for row in await _COMMITTED.to_async(target)(Step(_query(schema, "true"), {}, answers=True))]
 
 
 def _event(row: Sequence[Any]) -> Event:

@@ -11,7 +11,7 @@ applications use (OUTBOX_DATABASE_URL …) are not taken: databases would be cre
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,12 +74,20 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
 
 
 @pytest.fixture(scope="session")
-def _outbox_template(outbox_postgres_server: DatabaseServer) -> Iterator[str]:
-    """A database with the outbox's tables, migrated once and copied for every test."""
+def outbox_migrations() -> Callable[[str], None]:
+    """A function that makes the application's own tables at an address, and leaves no connection open: override it."""
+    return lambda _url: None
+
+
+@pytest.fixture(scope="session")
+def _outbox_template(outbox_postgres_server: DatabaseServer, outbox_migrations: Callable[[str], None]) -> Iterator[str]:
+    """A database with the outbox's tables and the application's, migrated once and copied for every test."""
     from outbox.testing.fixtures import migrate, token
 
     name = f"outbox_template_{token()}"
-    migrate(outbox_postgres_server.create_database(name))
+    url = outbox_postgres_server.create_database(name)
+    migrate(url)
+    outbox_migrations(url)
     yield name
     outbox_postgres_server.drop_database(name)
 

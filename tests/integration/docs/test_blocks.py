@@ -27,10 +27,19 @@ WRITE_FIRST = (
 )
 
 PRELUDE = """
+import psycopg
+from sqlalchemy import text
+
 from outbox import Event, Outbox
 
 
+def run_my_migrations(url):
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE TABLE orders (number text PRIMARY KEY)")
+
+
 def place_order(session, number, aggregate_type="Order"):
+    session.execute(text("INSERT INTO orders VALUES (:number)"), {"number": number})
     Outbox().add(session, Event(aggregate_type, number, "OrderPlaced", {}))
 
 

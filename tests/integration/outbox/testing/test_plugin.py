@@ -158,12 +158,28 @@ def test_given_servers_are_used_and_tests_that_would_kill_them_are_skipped(
     given = outbox_postgres_server.create_database(database)
     (tmp_path / "test_inner.py").write_text(
         f"""
+import psycopg
+import pytest
+from outbox import Event, Outbox
+from outbox.testing import committed_events
+
+@pytest.fixture(scope="session")
+def outbox_migrations():
+    def migrate(url):
+        with psycopg.connect(url) as connection:
+            connection.execute("CREATE TABLE orders (id text PRIMARY KEY)")
+    return migrate
+
 def test_given(outbox_postgres, outbox_kafka):
     assert {given!r}.rpartition("/")[0] == outbox_postgres.url.rpartition("/")[0]
     assert outbox_postgres.name != {database!r}
     assert outbox_kafka.bootstrap_servers == {outbox_kafka.bootstrap_servers!r}
     with outbox_postgres.connect() as connection:
-        connection.execute("SELECT * FROM outbox.events")
+        connection.execute("INSERT INTO orders VALUES ('4711')")
+        Outbox().add(connection, Event("Order", "4711", "OrderPlaced", {{"n": 1}}))
+        connection.commit()
+        [event] = committed_events(connection)
+        assert event.aggregate_id == "4711"
     outbox_kafka.create_topic(outbox_kafka.name("x"))
 
 def test_kills_postgres(private_postgres):

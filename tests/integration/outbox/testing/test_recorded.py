@@ -1,4 +1,4 @@
-"""recorded_events: what the open transaction has written, and nothing else."""
+"""What the open transaction has written, and nothing else; and what waits in the outbox, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from writer_targets import Target, each_driver, on_target, opened
 
 from outbox.errors import TargetError
 from outbox.event import Event
-from outbox.testing import ScheduledEvent, recorded_events, recorded_events_async
+from outbox.testing import (
+    ScheduledEvent,
+    committed_events,
+    committed_events_async,
+    recorded_events,
+    recorded_events_async,
+)
 from outbox.testing.fixtures import Database
 from outbox.writer import AsyncOutbox, Outbox
 
@@ -84,6 +90,9 @@ def test_only_this_transaction_counts(outbox_postgres: Database) -> None:
     assert ids(recorded_events(open_too)) == ["3"]
     mine.commit()
     assert recorded_events(mine) == []
+    # Of the others', what is committed.
+    assert ids(committed_events(mine)) == ["1", "2", "4"]
+    assert ids(committed_events(open_too)) == ["1", "2", "3", "4"]
 
 
 def test_savepoints_released_and_rolled_back(outbox_postgres: Database) -> None:
@@ -117,6 +126,9 @@ def test_connections_that_a_framework_has_set_up(outbox_postgres: Database) -> N
             as_a_framework_does(connection)
             await AsyncOutbox().add(connection, event)
             assert await recorded_events_async(connection) == [event]
+            await connection.commit()
+            # The one below is there as well.
+            assert await committed_events_async(connection) == [event, event]
             with pytest.raises(TargetError, match="use recorded_events_async"):
                 recorded_events(connection)  # type: ignore[arg-type]
 
