@@ -48,8 +48,12 @@ _VERSION: Final = """
    FROM pg_publication AS p JOIN pg_publication_rel AS r ON r.prpubid = p.oid
   WHERE p.pubname = %(publication)s::text AND r.prrelid = to_regclass(%(events)s))"""
 
+# Since Postgres 19 the first logical slot raises the level replica to logical: it is the one that has
+# effective_wal_level (https://www.postgresql.org/docs/19/runtime-config-wal.html).
 _LOOK: Final = """
-SELECT current_setting('wal_level') AS wal_level, current_setting('server_encoding') AS encoding,
+SELECT CASE WHEN current_setting('wal_level') = 'replica' AND current_setting('effective_wal_level', true) IS NOT NULL
+            THEN 'logical' ELSE current_setting('wal_level') END AS wal_level,
+       current_setting('server_encoding') AS encoding,
        b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.publication_version,
        {version} AS publication_version_now,
        (SELECT p.pubinsert AND NOT (p.pubupdate OR p.pubdelete OR p.pubtruncate) AND r.prqual IS NULL
