@@ -7,23 +7,26 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
-from outbox.sandbox.jars import KAFKA, repository, sha256_of
+from outbox.sandbox.jars import repository, sha256_of
+from outbox.sandbox.versions import KAFKA_VERSIONS, jars_of
 
 Roots = Mapping[str, tuple[bool, tuple[str, ...]]]
 """By set: whether it includes the artifacts' dependencies, and the artifacts."""
 
 ROOTS: Final[Roots] = {
-    # kafka-clients is listed because log4j's platform would pull in an older version.
-    KAFKA: (
+    jars_of(version): (
         True,
         (
-            "org.apache.kafka:kafka_2.13:4.2.1",
-            "org.apache.kafka:kafka-clients:4.2.1",
-            "org.apache.kafka:kafka-server:4.2.1",
+            f"org.apache.kafka:kafka_2.13:{version}",
+            # Listed because log4j's platform would pull in an older version.
+            f"org.apache.kafka:kafka-clients:{version}",
+            f"org.apache.kafka:kafka-server:{version}",
             "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",
             "org.apache.logging.log4j:log4j-core:2.25.4",
+            "org.apache.logging.log4j:log4j-api:2.25.4",
         ),
-    ),
+    )
+    for version in KAFKA_VERSIONS
 }
 
 

@@ -76,11 +76,12 @@ settings.register_profile("fixed", derandomize=True, database=None, deadline=Non
 settings.register_profile("seeded", database=None, deadline=None, print_blob=True)
 settings.load_profile("seeded")
 
-# The two addresses choose the servers that the fixtures use; everything else would change what is tested.
+# These choose the servers that the fixtures use; everything else would change what is tested.
 for _name in list(os.environ):
     if _name.startswith("OUTBOX_") and _name not in {
         "OUTBOX_TEST_DATABASE_URL",
         "OUTBOX_TEST_KAFKA",
+        "OUTBOX_KAFKA_VERSION",
         "OUTBOX_CACHE",
         "OUTBOX_PG_BIN",
         "OUTBOX_MAVEN_REPOSITORY",

@@ -29,6 +29,7 @@ READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_CONFIG": "The file with settings. Default: outbox.toml in the working directory, if it is yours.",
     "OUTBOX_CONSUMER_TASKS": "Set by the consumer for its Python workers.",
     "OUTBOX_FAILPOINTS": "For tests: the steps at which a relay fails. See relay/failpoints.py.",
+    "OUTBOX_KAFKA_VERSION": "The version of Kafka for a new sandbox and for test fixtures; see `outbox sandbox up`.",
     "OUTBOX_MAVEN_REPOSITORY": "The Maven repository for jars. Default: jgo's.",
     "OUTBOX_PATIENCE": "Multiplies the time limits of the sandbox and the test fixtures.",
     "OUTBOX_PG_BIN": "The directory with initdb and postgres. Default: the installed package's.",

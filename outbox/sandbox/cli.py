@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outbox._app.console import AsJson, print_json
+from outbox.sandbox.versions import DEFAULT, KAFKA_VERSIONS
 from outbox.urls import display_url
 
 if TYPE_CHECKING:
@@ -29,11 +30,18 @@ def _group() -> None:
 @app.command()
 def up(
     brokers: Annotated[int | None, typer.Option(help="1 or 3; an existing cluster keeps its number.")] = None,
+    kafka: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help=f"One of {', '.join(KAFKA_VERSIONS)}; a new cluster is {DEFAULT}, an existing one keeps its version.",
+        ),
+    ] = None,
     json: AsJson = False,
     export: Annotated[bool, typer.Option("--export", help='Print export lines for a shell: eval "$(…)"')] = False,
 ) -> None:
     """Start the servers that do not run, and print their addresses. Data, ports and database stay the same."""
-    state = _sandbox().up(brokers)
+    state = _sandbox().up(brokers, kafka)
     if export:
         typer.echo(f"export OUTBOX_DATABASE_URL={shlex.quote(state.database_url)}")
         typer.echo(f"export OUTBOX_KAFKA__BOOTSTRAP_SERVERS={shlex.quote(state.bootstrap_servers)}")
@@ -79,6 +87,7 @@ def _facts(state: SandboxState) -> dict[str, Any]:
         "database_url": state.database_url or None,
         "bootstrap_servers": state.bootstrap_servers or None,
         "postgres_running": state.postgres_running,
+        "kafka_version": state.kafka_version or None,
         "brokers": state.brokers,
         "brokers_running": state.brokers_running,
         "directory": str(state.directory),
@@ -94,7 +103,8 @@ def _show(state: SandboxState) -> None:
     # Without the password: screens are shared.
     typer.echo(f"Postgres  {postgres:<12} {display_url(state.database_url) if state.database_url else ''}")
     kafka = "running" if state.brokers_running == state.brokers else f"{state.brokers_running} of {state.brokers} run"
-    typer.echo(f"Kafka     {kafka if state.brokers_running else 'stopped':<12} {state.bootstrap_servers}")
+    kafka = kafka if state.brokers_running else "stopped"
+    typer.echo(f"Kafka     {kafka:<12} {state.bootstrap_servers} (version {state.kafka_version})")
     typer.echo(f"Home      {state.directory}")
     typer.echo(f"Logs      {' '.join(str(log) for log in (state.postgres_log, *state.kafka_logs))}")
     if state.running:

@@ -29,8 +29,9 @@ import stamina
 
 from outbox.sandbox._dirs import User, blocking_directory, cache_dir, locked_file, make_directory, shared_dir
 from outbox.sandbox.errors import ServiceError
+from outbox.sandbox.versions import DEFAULT, jars_of
 
-KAFKA: Final = "kafka"
+KAFKA: Final = jars_of(DEFAULT)
 
 _WORKERS: Final = 4
 _TIMEOUT: Final = 30.0

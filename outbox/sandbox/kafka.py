@@ -25,6 +25,7 @@ from outbox.sandbox._ports import free_ports, listening
 from outbox.sandbox._process import kill_with_children, pause, wait_for
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed, tail
 from outbox.sandbox.java import java
+from outbox.sandbox.versions import DEFAULT, jars_of
 
 _START_TIMEOUT: Final = 90.0
 _STOP_TIMEOUT: Final = 20.0
@@ -36,9 +37,11 @@ class KafkaCluster:
     """A cluster of nodes that are broker and controller at once (KRaft). Methods number them from 0.
 
     data_dir   None: a temporary directory, removed by ``close`` (or by leaving the ``with`` block), and brokers that
-               end when this process does, even by kill -9. A given directory is kept, with its data, its ports and
-               its number of brokers; its brokers outlive this process, and ``start`` finds those that run already.
+               end when this process does, even by kill -9. A given directory is kept, with its data, its ports, its
+               number of brokers and its version; its brokers outlive this process, and ``start`` finds those that run
+               already.
     brokers    1, or 3: replication factor 3, min.insync.replicas 2. None: as many as data_dir has, 1 if it is new.
+    version    of Kafka, one of KAFKA_VERSIONS. None: that of data_dir; if it is new, $OUTBOX_KAFKA_VERSION or DEFAULT.
     settings   for server.properties; they override ours. Topics are not created automatically by default.
     heap       of each broker: the value of -Xmx.
 
@@ -53,9 +56,13 @@ class KafkaCluster:
         brokers: int | None = None,
         settings: Mapping[str, str] | None = None,
         heap: str = "512m",
+        version: str | None = None,
     ) -> None:
         if brokers not in {None, 1, 3}:
             raise ServiceError(f"brokers must be 1 or 3, not {brokers}")
+        self._wanted_version = version
+        self._version = version or os.environ.get("OUTBOX_KAFKA_VERSION") or DEFAULT
+        jars_of(self._version)  # raises ServiceError if it is not one of ours
         self._temporary = data_dir is None
         if data_dir is None:
             data_dir = temporary_directory("kafka", unprivileged_user())
@@ -81,6 +88,11 @@ class KafkaCluster:
     def brokers(self) -> int:
         """The number of brokers in the cluster, running or not; 0 before the first start."""
         return len(self._brokers)
+
+    @property
+    def version(self) -> str:
+        """The version of Kafka; before the first start, the one that a new cluster gets."""
+        return self._version
 
     @property
     def running(self) -> bool:
@@ -123,13 +135,16 @@ class KafkaCluster:
     def attach(self) -> bool:
         """Take over an existing cluster in data_dir, with its running brokers. Returns whether there is one.
 
-        Raises ServiceError when its number of brokers differs from the requested one, or its record can't be read.
+        Raises ServiceError when its number of brokers or its version differs from the requested one, or its record
+        can't be read.
         """
         try:
             record = json.loads(self._record.read_text())
             # By name: other versions may write more.
             nodes = [Node(node["number"], node["port"], node["controller_port"]) for node in record["nodes"]]
             cluster_id = record["cluster_id"]
+            # Without one it is of the version that this package tests most, which may move with the package.
+            version = record.get("kafka_version") or DEFAULT
         except FileNotFoundError:
             return False
         except (ValueError, LookupError, TypeError) as error:
@@ -142,6 +157,12 @@ class KafkaCluster:
                 f"the Kafka in {self.data_dir} has {len(nodes)} brokers, not {self._wanted_size}; request "
                 f"{len(nodes)}, or remove the directory"
             )
+        if self._wanted_version not in {None, version}:
+            raise ServiceError(
+                f"the Kafka in {self.data_dir} is {version}, not {self._wanted_version}; request {version}, or remove "
+                "the directory"
+            )
+        self._version = version
         self._make(cluster_id, nodes)
         for broker in self._brokers:
             broker.adopt()
@@ -225,7 +246,10 @@ class KafkaCluster:
         if not self._temporary:
             # Before anything else, so that the next start resumes an interrupted one.
             make_directory(self.data_dir, unprivileged_user())
-            self._record.write_text(json.dumps({"cluster_id": cluster_id, "nodes": [asdict(node) for node in nodes]}))
+            record = {"cluster_id": cluster_id, "nodes": [asdict(node) for node in nodes]}
+            if self._version != DEFAULT:
+                record["kafka_version"] = self._version
+            self._record.write_text(json.dumps(record))
         self._make(cluster_id, nodes)
 
     def _forget(self) -> None:
@@ -250,7 +274,7 @@ class KafkaCluster:
 
     def _runtime(self) -> Runtime:
         if self._found_runtime is None:
-            program, found, user = java(), jars.fetch(jars.KAFKA), self._account()
+            program, found, user = java(), jars.fetch(jars_of(self._version)), self._account()
             if user is not None:
                 found = jars.readable(found, user)
             self._found_runtime = program, os.pathsep.join(str(jar) for jar in found), user

@@ -37,6 +37,7 @@ class SandboxState:
     bootstrap_servers: str
     brokers: int
     brokers_running: int
+    kafka_version: str
     kafka_logs: tuple[Path, ...]
 
     @property
@@ -55,17 +56,19 @@ class Sandbox:
         self.directory = (Path(given).expanduser() if given else cache_dir() / "sandbox").absolute()
         self._report = report
 
-    def up(self, brokers: int | None = None) -> SandboxState:
+    def up(self, brokers: int | None = None, kafka: str | None = None) -> SandboxState:
         """Start the servers that do not run, on their former ports, and create the database ``outbox``.
 
-        brokers   1 or 3; None: the existing number, 1 at first. Raises ServiceError when the existing number differs,
-                  PortTaken when another process has one of the ports.
+        brokers   1 or 3; None: the existing number, 1 at first.
+        kafka     its version; None: the existing one, at first as for KafkaCluster.
+
+        Raises ServiceError when an existing cluster differs, PortTaken when another process has one of the ports.
         """
         with self._alone():
             if not self._password():
                 self._password_file.touch(0o600)
                 self._password_file.write_text(secrets.token_urlsafe(24))
-            server, cluster = self._postgres(), self._kafka(brokers)
+            server, cluster = self._postgres(), self._kafka(brokers, kafka)
             try:
                 if not server.attach():
                     self._report("Starting Postgres …")
@@ -115,7 +118,7 @@ class Sandbox:
             yield
 
     def _found(self) -> tuple[PostgresServer, KafkaCluster]:
-        server, cluster = self._postgres(), self._kafka(None)
+        server, cluster = self._postgres(), self._kafka()
         server.attach()
         cluster.attach()
         return server, cluster
@@ -127,8 +130,8 @@ class Sandbox:
             port = None
         return PostgresServer(self._postgres_dir(), port=port, password=self._password())
 
-    def _kafka(self, brokers: int | None) -> KafkaCluster:
-        return KafkaCluster(self._kafka_dir(), brokers=brokers)
+    def _kafka(self, brokers: int | None = None, version: str | None = None) -> KafkaCluster:
+        return KafkaCluster(self._kafka_dir(), brokers=brokers, version=version)
 
     def _postgres_dir(self) -> Path:
         return self._reachable(self.directory / "postgres", "")
@@ -167,5 +170,6 @@ class Sandbox:
             bootstrap_servers=cluster.bootstrap_servers if cluster.brokers else "",
             brokers=cluster.brokers,
             brokers_running=len(cluster.pids),
+            kafka_version=cluster.version if cluster.brokers else "",
             kafka_logs=tuple(cluster.logs),
         )

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from outbox.sandbox import _process
 from outbox.sandbox._process import alive, psutil_process, send, wait_for
 from outbox.sandbox.sandbox import Sandbox
+from outbox.sandbox.versions import KAFKA_VERSIONS
 from outbox.testing.fixtures import Topics
 from outbox.urls import display_url
 from relay.cli.app import app
@@ -83,7 +84,7 @@ def test_two_ups_at_once_give_one_sandbox_that_outlives_them(directory: Path) ->
     shown = run("status").stdout
     assert f"Home      {directory}\n" in shown
     assert display_url(first["database_url"]) in shown
-    assert first["bootstrap_servers"] in shown
+    assert f"{first['bootstrap_servers']} (version {first['kafka_version']})" in shown
     for log in first["logs"]:
         assert log in shown
         assert Path(log).stat().st_size > 0
@@ -107,6 +108,14 @@ def test_other_users_of_the_machine_do_not_get_in(directory: Path) -> None:
     assert not any(url.password in " ".join(process.cmdline()) for process in sandbox_processes())
     log = Sandbox().status().postgres_log.read_text()
     assert url.password not in log
+
+
+def test_a_sandbox_stays_with_its_version_of_kafka() -> None:
+    version = facts(run("status", "--json"))["kafka_version"]
+    assert facts(run("up", "--kafka", version, "--json"))["running"]
+    other = next(one for one in KAFKA_VERSIONS if one != version)
+    assert f"is {version}, not {other}; request {version}" in run("up", "--kafka", other, status=1).stderr
+    assert f"only of {', '.join(KAFKA_VERSIONS)}" in run("up", "--kafka", "4", status=1).stderr
 
 
 def test_export_lines_work_in_a_shell() -> None:

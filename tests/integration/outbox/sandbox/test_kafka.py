@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from confluent_kafka import KafkaException, Producer
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, ConfigResource
 
+from outbox.sandbox import jars
 from outbox.sandbox import java as java_module
 from outbox.sandbox import kafka as kafka_module
 from outbox.sandbox._broker import Broker
@@ -21,7 +22,9 @@ from outbox.sandbox._dirs import unprivileged_user
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.versions import DEFAULT, KAFKA_VERSIONS, jars_of
 from outbox.testing.fixtures import Topics
+from relay.operations.doctor import kafka as doctor_kafka
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,38 @@ def test_a_directory_of_an_older_version_goes_on(tmp_path: Path) -> None:
     cluster = KafkaCluster(tmp_path)
     assert cluster.attach()
     assert (cluster.bootstrap_servers, cluster.running) == ("127.0.0.1:9001", False)
+
+
+def test_another_version_is_started_and_its_directory_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with KafkaCluster(tmp_path, version="4.4.0") as cluster:
+        broker = ConfigResource(ConfigResource.Type.BROKER, "1")
+        client = admin(cluster)
+        (described,) = client.describe_configs([broker]).values()
+        assert doctor_kafka._SINCE_4_3 in described.result()
+
+        monkeypatch.setenv("OUTBOX_KAFKA_VERSION", "4.0.2")
+        for version in ("4.0.2", DEFAULT):
+            with pytest.raises(ServiceError, match=rf"is 4\.4\.0, not {version}; request 4\.4\.0, or remove"):
+                KafkaCluster(tmp_path, version=version).start()
+        again = KafkaCluster(tmp_path)
+        assert again.version == "4.0.2"
+        assert again.attach()
+        assert (again.version, again.running) == ("4.4.0", True)
+
+    with pytest.raises(ServiceError, match=rf"no jars of Kafka '4\.2', only of .*{DEFAULT}, .*: choose one"):
+        KafkaCluster(version="4.2")
+    node = {"number": 1, "port": 9001, "controller_port": 9002}
+    (tmp_path / "cluster.json").write_text(json.dumps({"cluster_id": "A", "nodes": [node], "kafka_version": "2.8.2"}))
+    gone = KafkaCluster(tmp_path)
+    assert gone.attach()
+    with pytest.raises(ServiceError, match=r"no jars of Kafka '2\.8\.2'"):
+        gone.start()
+
+
+def test_the_lock_has_each_version() -> None:
+    for version in KAFKA_VERSIONS:
+        (broker,) = (jar.version for jar in jars.locked(jars_of(version)) if jar.artifact == "kafka_2.13")
+        assert broker == version
 
 
 @pytest.mark.parametrize(
