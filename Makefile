@@ -11,13 +11,15 @@ FAST := -m pytest -n 2 --dist loadgroup -q tests/spark/test_one_event.py tests/u
 # The other pysparks that are supported. Each has a lock of one line; what else it needs is in the common one.
 OTHERS := $(patsubst tests/pyspark-%.lock,%,$(wildcard tests/pyspark-*.lock))
 MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
+# The other versions of Kafka that the sandbox can start.
+KAFKAS := $(shell sed -n 's/^\[kafka-\(.*\)\]$$/\1/p' outbox/sandbox/jars.lock)
 
 # pytest keeps what it has compiled of the tests; without, each of its processes compiles all of them in each run.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) spec chaos mutants peers bench chart docs \
-	docs-reference dist screenshots lint lock audit clean
+.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) matrix-kafka \
+	$(KAFKAS:%=matrix-kafka-%) spec chaos mutants peers bench chart docs docs-reference dist screenshots lint lock audit clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -76,6 +78,13 @@ $(OTHERS:%=matrix-%): matrix-%: $(VENV)-pyspark-%/.installed
 	@$(<D)/bin/python tests/support/class_archives.py
 	$(<D)/bin/python $(PYTEST) tests/spark tests/acceptance/test_demo.py tests/acceptance/test_quickstart.py \
 		$$(grep -rlE '(from|import) (spark_jobs|pyspark)' tests/unit tests/integration tests/acceptance) $(ARGS)
+
+matrix-kafka: $(KAFKAS:%=matrix-kafka-%)  ## the acceptance tests with each other Kafka that the sandbox can start
+
+$(KAFKAS:%=matrix-kafka-%): export OUTBOX_KAFKA_VERSION = $(@:matrix-kafka-%=%)
+$(KAFKAS:%=matrix-kafka-%): $(VENV)/.installed
+	@$(BIN)/python tests/support/class_archives.py
+	$(BIN)/python $(PYTEST) tests/acceptance $(ARGS)
 
 test-fast: $(VENV)/.installed  ## for the loop while writing: units, the model, the sink's contract, one event end to end
 	$(BIN)/python $(FAST) $(ARGS)

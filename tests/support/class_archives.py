@@ -18,6 +18,7 @@ from outbox.sandbox import _broker, jars
 from outbox.sandbox._dirs import hand_over, unprivileged_user
 from outbox.sandbox.java import java
 from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.versions import DEFAULT, jars_of
 
 QUIET: Final = ("-Xlog:disable", "-Xlog:all=error:stderr")
 """A JVM says nothing about an archive that is not for it."""
@@ -43,19 +44,23 @@ session.stop()
 """
 
 
-ARCHIVES: Final = {name: Path(sys.prefix, "classes", f"{name}.jsa") for name in ("spark", "kafka")}
-_MADE_OF: Final = Path(sys.prefix, "classes", "made-of")
+_KAFKA: Final = jars_of(os.environ.get("OUTBOX_KAFKA_VERSION") or DEFAULT)
+ARCHIVES: Final = {
+    name: Path(sys.prefix, "classes", f"{archive}.jsa") for name, archive in (("spark", "spark"), ("kafka", _KAFKA))
+}
 
 
 def make() -> None:
     """Make both, unless those that are there are of this Java and these jars."""
     told = subprocess.run([java(), "-version"], capture_output=True, text=True, check=True).stderr
-    found, user = jars.fetch(jars.KAFKA), unprivileged_user()
-    made_of = "\n".join([told, version("pyspark"), *map(str, found if user is None else jars.readable(found, user))])
-    if _MADE_OF.exists() and _MADE_OF.read_text() == made_of:
-        return
-    _MADE_OF.parent.mkdir(exist_ok=True)
+    found, user = jars.fetch(_KAFKA), unprivileged_user()
+    found = found if user is None else jars.readable(found, user)
+    made_of = {"spark": f"{told}\n{version('pyspark')}", "kafka": "\n".join([told, *map(str, found)])}
     for name, archive in ARCHIVES.items():
+        archive.parent.mkdir(exist_ok=True)
+        record = archive.with_suffix(".made-of")
+        if record.exists() and record.read_text() == made_of[name]:
+            continue
         with tempfile.TemporaryDirectory(prefix="outbox-classes-") as directory:
             hand_over(Path(directory), user)  # the brokers' account writes it
             new = Path(directory, archive.name)
@@ -64,12 +69,12 @@ def make() -> None:
             except subprocess.CalledProcessError as error:
                 # The tests need none; they take longer.
                 print(f"no archive of {name}'s classes: {error}\n{error.stderr.decode()}", file=sys.stderr)
-                continue
-            # In one step: a test run that goes on beside finds all of it or nothing.
-            half = archive.with_suffix(f".{os.getpid()}")
-            half.write_bytes(new.read_bytes())
-            half.rename(archive)
-    _MADE_OF.write_text(made_of)
+            else:
+                # In one step: a test run that goes on beside finds all of it or nothing.
+                half = archive.with_suffix(f".{os.getpid()}")
+                half.write_bytes(new.read_bytes())
+                half.rename(archive)
+        record.write_text(made_of[name])
 
 
 def _of_spark(archive: Path, directory: str) -> None:

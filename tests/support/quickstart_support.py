@@ -63,7 +63,14 @@ def empty_home() -> Iterator[Path]:
 
 def fresh_shell(home: Path) -> dict[str, str]:
     """Return what a fresh shell has, and what has been downloaded already."""
-    kept = ("JAVA_HOME", "JDK_JAVA_OPTIONS", "OUTBOX_PATIENCE", "OUTBOX_PG_BIN", "OUTBOX_MAVEN_REPOSITORY")
+    kept = (
+        "JAVA_HOME",
+        "JDK_JAVA_OPTIONS",
+        "OUTBOX_PATIENCE",
+        "OUTBOX_PG_BIN",
+        "OUTBOX_MAVEN_REPOSITORY",
+        "OUTBOX_KAFKA_VERSION",
+    )
     return {name: os.environ[name] for name in kept if name in os.environ} | {
         "HOME": str(home),
         "OUTBOX_CACHE": str(cache_dir()),

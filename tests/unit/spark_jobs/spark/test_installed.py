@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from outbox.errors import ConfigurationError
 from outbox.sandbox import jars
+from outbox.sandbox.versions import KAFKA_VERSIONS
 from relay.cli.app import app
 from spark_jobs.spark import installed
 
@@ -118,3 +119,4 @@ def test_the_page_says_what_is_tested():
     assert said["Python"][0] == pythons
     assert SpecifierSet(project["requires-python"]) == SpecifierSet(f">={min(pythons)}")
     assert broker in said["Apache Kafka"][1]
+    assert {broker} | said["Apache Kafka"][2] == set(KAFKA_VERSIONS)
