@@ -31,7 +31,6 @@ assert query.awaitTermination(180)
 
 
 def test_a_query_of_spark_connect(stream: SinkStream):
-    pytest.importorskip("grpc", reason="Spark Connect's client needs grpcio, grpcio-status and zstandard")
     support = Path(__file__).parents[1] / "support"
     paths = [str(support), str(support.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     for _ in range(2):
