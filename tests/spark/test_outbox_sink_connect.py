@@ -8,38 +8,60 @@ import sys
 from pathlib import Path
 
 import pytest
-from sink_stream import SinkStream, stream
-
-__all__ = ["stream"]
+from sink_stream import SinkStream
 
 pytestmark = pytest.mark.spark
 
+JOB = """
+from spark_jobs import ConsumerJob
+
+SEEN = "CREATE TABLE IF NOT EXISTS seen (n bigint)"
+job = ConsumerJob("numbers", effect="INSERT INTO seen SELECT n FROM batch ORDER BY n", setup=SEEN)
+"""
 CLIENT = """
 import sys
+from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from spark_jobs import register
 
-source, checkpoint, url = sys.argv[1:]
+source, checkpoint, url, module = sys.argv[1:]
 spark = SparkSession.builder.remote("local[2,4]").getOrCreate()
 assert not hasattr(spark, "_jsparkSession")
 register(spark)
+spark.addArtifacts(module, pyfile=True)
 rows = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(source)
-writing = rows.writeStream.format("outbox").option("job", "sink_jobs:plain").option("databaseUrl", url)
-query = writing.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
-assert query.awaitTermination(180)
+writing = rows.writeStream.format("outbox").option("job", "sent_job:job").option("databaseUrl", url)
+
+def run(checkpoint):
+    query = writing.option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
+    assert query.awaitTermination(180)
+
+run(checkpoint)
+try:
+    run(checkpoint + "-other")
+except StreamingQueryException as error:
+    assert "CheckpointConflict" in str(error), error
+else:
+    raise AssertionError("another checkpoint was accepted")
 """
 
 
-def test_a_query_of_spark_connect(stream: SinkStream):
-    pytest.importorskip("grpc", reason="Spark Connect's client needs grpcio, grpcio-status and zstandard")
-    support = Path(__file__).parents[1] / "support"
-    paths = [str(support), str(support.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+@pytest.fixture
+def stream(outbox_postgres, tmp_path) -> SinkStream:
+    """The server is started by the client, so the session of the other tests is not needed."""
+    return SinkStream(None, outbox_postgres.url, tmp_path)
+
+
+def test_a_query_of_spark_connect(stream: SinkStream, tmp_path: Path):
+    """The client sends the job's module; what ends a query reaches it."""
+    module = tmp_path / "sent_job.py"
+    module.write_text(JOB)
     for _ in range(2):
         stream.add()
     subprocess.run(
-        [sys.executable, "-c", CLIENT, str(stream.source), str(stream.checkpoint), stream.url],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYSPARK_PYTHON": sys.executable},
-        timeout=300,
+        [sys.executable, "-c", CLIENT, str(stream.source), str(stream.checkpoint), stream.url, str(module)],
+        env=os.environ | {"PYSPARK_PYTHON": sys.executable},
+        timeout=400,
         check=True,
     )
     assert stream.seen() == list(range(6))

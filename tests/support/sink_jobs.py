@@ -78,6 +78,8 @@ typed = ConsumerJob(
 )
 WINDOW_COUNTS = "CREATE TABLE IF NOT EXISTS window_counts (k bigint, number bigint)"
 counted = ConsumerJob("counts", effect=_counts, setup=WINDOW_COUNTS)
+PAID = "CREATE TABLE IF NOT EXISTS paid (n bigint, minutes bigint)"
+paid = ConsumerJob("paid", effect=Insert("paid"), setup=PAID)
 
 
 class Troubled(OutboxSinkSource):
