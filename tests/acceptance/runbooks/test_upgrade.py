@@ -14,10 +14,10 @@ from failing_relays import SMALL, let_pass
 from older_postgres import Upgraded, postgres_16
 from rows_and_roles import execute
 from runbook_support import of
-from shop import applied, outbox_of, prepare_sink
+from shop import applied, in_order, outbox_of, prepare_sink
 from standby import ask
 from support import await_stops, drained, end_leases, ends, wait_until
-from wal_support import done, streaming
+from wal_support import done, run_outbox, streaming
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
@@ -107,9 +107,14 @@ def test_postgres_is_upgraded(follow, private_postgres, shop, settings, monkeypa
         consumer = shop.consumer(url, on_failure="dead-letter", attempts=1)
         consumer.wait(lambda: len(applied(url)) == len(ids) + 1, "the effects of all")
         consumer.end()
-        assert shop.published() == dict.fromkeys([*ids, str(later)], 1)
-        assert shop.in_order(ids)
+        seen = shop.published()
+        assert seen.keys() == {*ids, str(later)}
+        # At-least-once, the repair takes the lanes from a relay with a batch in flight, and that comes again.
+        once = delivery == "exactly-once" or source == "polling"
+        assert max(seen.values()) <= (1 if once else 2)
+        assert in_order(ids, list(seen))
         assert Counter(applied(url)) == dict.fromkeys([*ids, str(later)], 1)
         assert (schema_drift.check(url), schema_drift.check_consumer(url, "consumer")) == ([], [])
-        found = json.loads(done(url, settings, "audit", "--json"))
-        assert (found["differences"], found["notes"]) == ([], [])
+        found = json.loads(run_outbox(url, settings, "audit", "--json").stdout)
+        kinds = {each["kind"] for each in found["differences"]}
+        assert (kinds - {"repeated"} if not once else kinds, found["notes"]) == (set(), [])
