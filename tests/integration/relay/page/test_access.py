@@ -24,6 +24,24 @@ from relay.page import Access, Role, User, create_page
 __all__ = ["environment", "serve"]
 
 
+def test_views_of_an_empty_outbox_say_what_would_be_there(serve, environment, monkeypatch):
+    monkeypatch.setenv("OUTBOX_NAME", "shop")
+    page = serve().sign_in()
+    said = {
+        "/": "No relay has run here recently",
+        "/events": "No waiting events: what was written is published",
+        "/dead-letters": "None. An event that Kafka or the relay refuses is retried",
+        "/relays": "This outbox has no replication slot",
+        "/consumers": "None: no group has asked for one yet",
+        "/audit?side=events": "Nothing is compared yet",
+        "/audit": "No action yet",
+    }
+    for path, text in said.items():
+        found = page.ask(path).text
+        assert text in found, (path, found)
+        assert " · outbox shop</title>" in found
+
+
 def test_only_who_has_the_link_sees_the_page(serve, environment):
     page = serve()
     assert len(page.base) > 20
