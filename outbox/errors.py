@@ -88,7 +88,7 @@ class SchemaRegistryUnavailable(OutboxError):
 
 
 class TargetError(OutboxError):
-    """The session or connection given to ``add`` is in no transaction, of an unknown kind, or returns other texts."""
+    """The session or connection given to ``add`` is in no transaction of no known kind, or returns texts as bytes."""
 
 
 class SchemaError(OutboxError):

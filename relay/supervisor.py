@@ -303,18 +303,16 @@ class Supervisor:
 
     def _renew(self, table: LaneTable) -> None:
         renewal = table.renew(self._held.leases)
-        lost = [lease.lane for lease in renewal.lost]
+        lost, switched = ([lease.lane for lease in leases] for leases in (renewal.lost, renewal.switched))
         if lost:
             log.warning("lane lost", lanes=listed(lost))
-        if renewal.switched:
-            log.info("lanes go over to the other source", lanes=listed([lease.lane for lease in renewal.switched]))
+        if switched:
+            log.info("lanes go over to the other source", lanes=listed(switched))
         self._held.recall(lost, lost=True)
-        gone = [*lost, *(lease.lane for lease in renewal.switched)]
-        if gone and self._components.all_lanes is not None:
+        self._held.recall(switched)
+        if (lost or switched) and self._components.all_lanes is not None:
             # The stream is read for all lanes or for none.
             self._held.recall_all()
-        else:
-            self._held.recall(gone)
         self._log_expired()
 
     def _log_expired(self) -> None:

@@ -43,7 +43,7 @@ from relay.metrics.groups import GroupWatch
 from relay.metrics.outbox import OutboxWatch
 from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repairs
 from relay.metrics.storage import Place, StorageWatch
-from relay.metrics.topics import TopicAges
+from relay.metrics.topics import TopicBacklogs
 from relay.operations.wal_setup import SlotHealing
 from relay.parts import build_failures, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
@@ -108,9 +108,9 @@ def build(settings: Settings) -> Supervisor:
     if settings.relay.metrics_address is not None:
         meter.delays = PublishDelays(registry, clock, build_router(settings)).observe
         # Not the publisher's router, which another thread uses.
-        topic_ages = TopicAges(settings.db_schema, build_router(settings))
+        topic_backlogs = TopicBacklogs(settings.db_schema, build_router(settings))
         expected = settings.relay.expected_relays
-        outbox = OutboxWatch(connect, settings.db_schema, instance, registry, topic_ages, expected)
+        outbox = OutboxWatch(connect, settings.db_schema, instance, registry, topic_backlogs, expected)
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
         groups = GroupWatch(
             settings.relay.sink_url or settings.require_database(),

@@ -12,6 +12,7 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.admin.offsets import GIVEN_UP
 from outbox.consumer.model import DEDUP
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
@@ -25,7 +26,7 @@ from relay.kafka.offsets import Partition
 # position is before it.
 _GROUPS: Final = """
 SELECT g.grp, g.strategy, g.forgotten_before, o.topic, o.part,
-       CASE WHEN {settled} THEN o.next_offset ELSE least(o.next_offset, o.unconfirmed_from) END
+       CASE WHEN {given_up} THEN o.next_offset ELSE least(o.next_offset, o.unconfirmed_from) END
   FROM {groups} AS g JOIN {offsets} AS o ON o.grp = g.grp
  WHERE %(group)s::text IS NULL OR g.grp = %(group)s
  ORDER BY 1, 4, 5"""
@@ -59,17 +60,15 @@ SELECT grp, topic, part, first_offset, end_offset FROM {losses}
  WHERE kind = 'given-up' AND grp = ANY(%(groups)s) AND found_at >= %(since)s
 UNION ALL
 SELECT grp, topic, part, unconfirmed_from, unconfirmed_end FROM {offsets}
- WHERE unconfirmed_from IS NOT NULL AND {settled} AND grp = ANY(%(groups)s)
+ WHERE {given_up} AND grp = ANY(%(groups)s)
  ORDER BY 1, 2, 3, 4"""
-
-_SETTLED: Final = "updated_at <= now() - interval '5 minutes'"
 
 _ID: Final = sql.SQL("message_id")
 _PARTS: Final = {"has_time": sql.SQL(HAS_TIME).format(id=_ID), "minute": sql.SQL(MINUTE).format(id=_ID)}
 _PIECES: Final[dict[str, sql.Composable]] = {
     **_PARTS,
     "chosen": sql.SQL(_CHOSEN).format(**_PARTS),
-    "settled": sql.SQL(_SETTLED),
+    "given_up": sql.SQL(GIVEN_UP),
     "ids": total("ids"),
     "hashed": halves("ids", sql.SQL("pg_catalog.uuid_send(message_id)")),
 }

@@ -14,7 +14,7 @@ from relay.core.pauses import ScopeKind
 from relay.database import Connector
 from relay.insights import OutboxState, Verified
 from relay.metrics import gauge, gauges
-from relay.metrics.topics import MOST_TOPICS, TopicAges, TopicBacklog, topic_metrics
+from relay.metrics.topics import MOST_TOPICS, TopicBacklog, TopicBacklogs, topic_metrics
 
 _STALE_SECONDS: Final = 60.0
 
@@ -101,7 +101,7 @@ class OutboxWatch:
         schema: str,
         instance: str,
         registry: CollectorRegistry,
-        topics: TopicAges,
+        topics: TopicBacklogs,
         expected_relays: int = 1,
     ) -> None:
         self._expected = expected_relays

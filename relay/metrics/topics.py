@@ -84,7 +84,7 @@ def topic_metrics(topics: Mapping[str, TopicBacklog]) -> Iterator[GaugeMetricFam
     )
 
 
-class TopicAges:
+class TopicBacklogs:
     """Reads how long the topics' events have waited, and how many they are. ``router`` is one of its own."""
 
     def __init__(self, schema: str, router: Router) -> None:

@@ -24,7 +24,7 @@ from relay.config import load
 from relay.core.ports import DatabaseUnavailable
 from relay.database import Connector
 from relay.insights import OutboxState
-from relay.metrics.topics import TopicAges
+from relay.metrics.topics import TopicBacklogs
 from relay.page import api
 from relay.page.page import Page
 from relay.page.sampling import Latency, Sampler
@@ -66,11 +66,11 @@ def create_page(
     outbox = _limited(Connector(settings.require_database(), "outbox web"))
     sink = _limited(partial(connect, settings.relay.sink_url or settings.require_database(), "outbox web"))
     consumers_side = Consumers(settings, sink)
-    ages = TopicAges(settings.db_schema, build_router(settings))
+    backlogs = TopicBacklogs(settings.db_schema, build_router(settings))
 
     def topic_ages(state: OutboxState) -> Mapping[str, float] | None:
         with outbox() as connection:
-            found = ages.look(connection, state)
+            found = backlogs.look(connection, state)
         return None if found is None else {topic: one.seconds for topic, one in found.items()}
 
     sampler = Sampler(Reader(settings), partial(_latency, consumers_side), topic_ages, settings.web.refresh_seconds)

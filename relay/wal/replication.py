@@ -20,6 +20,7 @@ from psycopg import errors, sql
 from psycopg.pq import ExecStatus
 
 from outbox._clients.credentials import password_for
+from outbox._clients.encoding import UTF8
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.core.ports import DatabaseUnavailable, Unavailable
@@ -36,7 +37,7 @@ _POSTGRES_EPOCH: Final = 946_684_800
 # would always end the stream.
 _SETTINGS: Final = (
     "SET search_path = pg_catalog; SET datestyle = 'ISO'; SET timezone = 'UTC'; SET bytea_output = 'hex'; "
-    "SET client_encoding = 'UTF8'; SET statement_timeout = 0; SET wal_sender_timeout = '60s'"
+    "SET statement_timeout = 0; SET wal_sender_timeout = '60s'"
 )
 
 _NEEDS: Final = {
@@ -78,6 +79,7 @@ class Replication:
                 autocommit=True,
                 replication="database",
                 application_name=application_name,
+                client_encoding=UTF8,
                 **NOTICE_DEAD_HOSTS,
                 **password_for(self._url),
             )

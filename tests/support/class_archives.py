@@ -52,10 +52,10 @@ ARCHIVES: Final = {
 
 def make() -> None:
     """Make both, unless those that are there are of this Java and these jars."""
-    told = subprocess.run([java(), "-version"], capture_output=True, text=True, check=True).stderr
+    runtime = subprocess.run([java(), "-version"], capture_output=True, text=True, check=True).stderr
     found, user = jars.fetch(_KAFKA), unprivileged_user()
     found = found if user is None else jars.readable(found, user)
-    made_of = {"spark": f"{told}\n{version('pyspark')}", "kafka": "\n".join([told, *map(str, found)])}
+    made_of = {"spark": f"{runtime}\n{version('pyspark')}", "kafka": "\n".join([runtime, *map(str, found)])}
     for name, archive in ARCHIVES.items():
         archive.parent.mkdir(exist_ok=True)
         record = archive.with_suffix(".made-of")

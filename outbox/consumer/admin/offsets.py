@@ -49,7 +49,10 @@ SELECT grp, generation, owner, taken_at, forgotten_before FROM {groups}
 _POSITIONS: Final = """
 SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets}
  WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp, topic, part"""
-# A consumer that was killed has not recorded what it had given up: the next claim does.
+GIVEN_UP: Final = "unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'"
+"""Of a row of offsets: a consumer that was killed has given up a range, which the next claim records. Before, it may be
+confirmed yet.
+"""
 _OPEN_LOSSES: Final = """
 SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}
  WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s)
@@ -58,8 +61,7 @@ SELECT NULL, grp, topic, part, 'given-up', unconfirmed_from, unconfirmed_end, up
        format('%%s-%%s: messages %%s to %%s were given up (at-most-once), and their effect is not confirmed yet',
               topic, part, unconfirmed_from, unconfirmed_end - 1)
   FROM {offsets}
- WHERE unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'
-   AND (%(grp)s::text IS NULL OR grp = %(grp)s)"""
+ WHERE {given_up} AND (%(grp)s::text IS NULL OR grp = %(grp)s)"""
 # Those of one group come first by kind: what halts it is not behind 100,000 messages that were given up.
 # Behind the first ones, each topic has a row.
 _LOSSES: Final = """
@@ -410,7 +412,7 @@ class Offsets:
 
 def _over_losses(schema: str, query: LiteralString) -> sql.Composed:
     """Return a statement in which ``{open}`` are the open losses."""
-    return statement(schema, query, open=statement(schema, _OPEN_LOSSES))
+    return statement(schema, query, open=statement(schema, _OPEN_LOSSES, given_up=sql.SQL(GIVEN_UP)))
 
 
 def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:

@@ -15,7 +15,7 @@ from outbox.sandbox._ports import free_ports
 from relay.insights import look_at_tables
 from relay.kafka.routing import Route, Router
 from relay.metrics import topics
-from relay.metrics.topics import TopicAges
+from relay.metrics.topics import TopicBacklogs
 
 ROUTES = {"Order": Route("orders", dead_letter_topic="orders-dead"), "Bill": Route("bills"), "Stock": Route("stock")}
 
@@ -25,7 +25,7 @@ class Waiting:
 
     def __init__(self, connection: psycopg.Connection, routes: dict[str, Route] | None = ROUTES) -> None:
         self.connection = connection
-        self.ages = TopicAges("outbox", Router(routes))
+        self.ages = TopicBacklogs("outbox", Router(routes))
 
     def add(self, kind: str, age: int, count: int = 1, key: str = "k", copy: bool = False) -> None:
         """Write events that are so old, in tens of seconds."""
@@ -128,12 +128,12 @@ def test_more_events_of_a_paused_topic_than_are_counted_hide_nothing(waiting, mo
     assert [waiting.look() for _ in range(3)] == [{}, {}, {"bills": 5}]
     assert waiting.look() == {"bills": 5}
     # One that has not ended does not begin anew.
-    waiting.ages = TopicAges("outbox", Router(ROUTES))
+    waiting.ages = TopicBacklogs("outbox", Router(ROUTES))
     with monkeypatch.context() as patched:
         patched.setattr(topics, "_ANEW_SECONDS", 0.0)
         assert [waiting.look() for _ in range(3)] == [{}, {}, {"bills": 5}]
     monkeypatch.setattr(topics, "_WALK_SECONDS", 60.0)
-    waiting.ages = TopicAges("outbox", Router(ROUTES))
+    waiting.ages = TopicBacklogs("outbox", Router(ROUTES))
     assert waiting.look() == {"bills": 5}
     # Committed late: below the place that was reached.
     waiting.connection.execute(
@@ -175,7 +175,7 @@ def test_a_look_that_takes_too_long_shows_nothing(waiting, monkeypatch):
 
 
 def test_there_are_not_more_topics_than_a_prometheus_can_take(waiting, monkeypatch):
-    waiting.ages = TopicAges("outbox", Router())
+    waiting.ages = TopicBacklogs("outbox", Router())
     for n in range(9):
         waiting.add(f"type-{n}", 100 + 10 * n)
     monkeypatch.setattr(topics, "MOST_TOPICS", 3)

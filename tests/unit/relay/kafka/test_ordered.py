@@ -212,7 +212,7 @@ def test_partitions_that_were_added_have_first_messages_when_librdkafka_knows_of
     sender._first.learn(TOPIC, 1)
     sender.send({0: [claim(1, "a"), claim(2, "a")]}, soon())
     wire.counts |= {TOPIC: 12, "bill-events": 12}
-    # As if nobody had said how many partitions the other one has.
+    # As if the number of partitions of the other one was not known.
     sender._new_topics._left_seconds = 0.0
     del wire.sent[:]
     sender.send({0: [claim(11, "a"), claim(12, "a"), claim(13, "b", "Bill"), claim(14, "b", "Bill")]}, soon())
