@@ -100,7 +100,7 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     assert tab.locator("polyline").count() >= 4
     tab.get_by_text("written to applied").first.wait_for()
     for label in ("Topics", "Events", "Dead letters", "Relays", "Consumers", "System", "Audit", "Overview"):
-        tab.get_by_role("link", name=label, exact=True).click()
+        seen.click("link", label, exact=True)
         tab.get_by_role("heading", level=1, name=label).wait_for()
         assert tab.locator("header nav [aria-current]").inner_text() == label
     seen.picture("overview")
@@ -110,16 +110,16 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     rows = seen.open("/events?state=published").locator("tbody tr")
     assert rows.count() == 50
     newest = rows.first.inner_text()
-    tab.get_by_role("link", name="Older events").click()
+    seen.click("link", "Older events")
     assert rows.count() == 50
     assert rows.first.inner_text() != newest
     seen.open("/events?state=dead&type=Photo")
     assert rows.count() == LARGE
     tab.get_by_label("Event id").fill(f"{KIND}/o3")
-    tab.get_by_role("button", name="Find").click()
+    seen.click("button", "Find")
     assert rows.count() > 40
     tab.get_by_label("Event id").fill(ids[0])
-    tab.keyboard.press("Enter")
+    seen.enter()
     tab.get_by_text("group order-totals: applied").wait_for()
     assert "published" in seen.text(".trace")
     assert '"order_id": "o1"' in seen.text("pre")
@@ -137,14 +137,14 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     seen.open(f"/dead-letters/relay/{photos[0]}")
     assert "0 later events of its key" in seen.text(".pairs")
     tab.goto(f"http://{page.address}{page.base}/dead-letters")
-    tab.get_by_role("link", name="field order_id: is not a text").click()
-    tab.get_by_role("link", name="1", exact=True).click()
+    seen.click("link", "field order_id: is not a text")
+    seen.click("link", "1", exact=True)
     assert "order-totals" in seen.text(".pairs")
     assert bad in seen.text("table")
     seen.check()
     # Consumers, system, audit.
     seen.open("/consumers")
-    tab.get_by_role("link", name="order-totals", exact=True).click()
+    seen.click("link", "order-totals", exact=True)
     assert f"{bench.topic}-0" in seen.text("table")
     seen.check()
     text = seen.open("/system").inner_text("main")
@@ -187,35 +187,35 @@ def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, p
     # One event is tried again: it fails once more, as the topic still takes no such message.
     seen.open(f"/dead-letters/relay/{photos[0]}")
     tab.get_by_role("button", name="Retry").focus()
-    keys.press("Enter")
+    seen.enter()
     tab.get_by_text("1 event will be retried").wait_for()
     wait_until(lambda: failed(shop.url) == LARGE, what="the photo to fail again")
     # All of a group are discarded: first what that would do, with the reason, and nothing is changed.
     tab.goto(f"http://{page.address}{page.base}/dead-letters")
     tab.get_by_role("link", name="the broker takes no message of this size").focus()
-    keys.press("Enter")
+    seen.enter()
     tab.get_by_label("Reason", exact=True).focus()
     keys.type("photos go elsewhere")
-    keys.press("Enter")
+    seen.enter()
     tab.get_by_text(f"{LARGE} dead letters would be discarded for good").wait_for()
     seen.check()
     assert failed(shop.url) == LARGE
     tab.get_by_role("button", name="Discard").focus()
-    keys.press("Enter")
+    seen.enter()
     tab.get_by_text(f"{LARGE} events were discarded").wait_for()
     assert failed(shop.url) == 0
     # The consumers' side.
-    tab.get_by_role("link", name="field order_id: is not a text").click()
-    tab.get_by_role("button", name="Retry all of these").click()
+    seen.click("link", "field order_id: is not a text")
+    seen.click("button", "Retry all of these")
     tab.get_by_text("1 message would be retried").wait_for()
-    tab.get_by_role("button", name="Retry").click()
+    seen.click("button", "Retry")
     tab.get_by_text("1 message will be retried in the next round of their groups").wait_for()
     bench.once()
     seen.open("/dead-letters/consumer/1")
     assert re.search(r"Attempts\s+2", seen.text(".pairs"))
     tab.get_by_label("Reason", exact=True).fill("seen to by hand")
-    tab.get_by_role("button", name="Discard").click()
-    tab.get_by_role("button", name="Discard").click()
+    seen.click("button", "Discard")
+    seen.click("button", "Discard")
     tab.get_by_text("1 message was discarded").wait_for()
     # The audit has who, what and why; "who" is not the browser's to choose.
     text = seen.open("/audit").inner_text("table")

@@ -137,6 +137,16 @@ class Seen:
         self.fits()
         return self.tab
 
+    def click(self, role: Any, name: str, exact: bool = False) -> None:
+        """Click on what leads to another view, and wait until that is there: a click alone waits for nothing."""
+        with self.tab.expect_navigation():
+            self.tab.get_by_role(role, name=name, exact=exact).click()
+
+    def enter(self) -> None:
+        """Press the key that sends the form or follows the link that has the focus, and wait likewise."""
+        with self.tab.expect_navigation():
+            self.tab.keyboard.press("Enter")
+
     def check(self) -> None:
         """Check what is shown by axe, which takes a third of a second, and that it fits."""
         from axe_playwright_python.sync_playwright import Axe
