@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from datetime import UTC, date, datetime
@@ -12,8 +13,11 @@ import psycopg
 import pytest
 from decoding_support import check, dead, run, send
 
+from outbox.consumer.errors import JobError
 from spark_jobs.job import ConsumerJob
+from spark_jobs.payloads.ddl import json_schema
 from spark_jobs.payloads.decoding import Json
+from spark_jobs.payloads.reading import Policy
 
 pytestmark = pytest.mark.spark
 
@@ -190,3 +194,37 @@ def test_the_limit_is_for_every_decoder(bench):
     ((offset, value, error),) = bench.rows("SELECT message_offset, message_value, error FROM consumer.dead_letters")
     assert (offset, bytes(value)) == (1, b"12345")
     assert error == "the payload has 5 bytes, and the job takes 4 at most (max_payload_bytes)"
+
+
+DDL = (
+    "a int",
+    "A: INT, b: String not null comment 'x, y''z', `c d``e` decimal( 12 , 2 )",
+    'a array<struct<n: int NOT NULL COMMENT "x", m: map<string, array<bigint>>>> NOT NULL, b struct<c: date>',
+    "b boolean, t tinyint, by byte, s smallint, sh short, i integer, l long, f float, r real, d double, de dec(3)",
+    "n numeric, bi binary, da date, ts timestamp, tl timestamp_ltz, tn timestamp_ntz, key string, value string",
+    "struct<a: int>",
+    "a int, -- one, 'two\n/* three,\n */ b int",
+    *("a", "a int,", "a int b int", "a nothing", "a array<int", "a map<string>", "a int NOT", "a int COMMENT 5"),
+    *("a decimal(", "a decimal(1", "1 + 1", "a int)", "struct<a: int"),
+)
+
+
+@pytest.mark.parametrize("ddl", DDL)
+def test_contracts_check_reads_ddl_as_spark_does(spark, ddl):
+    """It starts no JVM, so it has a parser of its own."""
+
+    def untitled(schema: Any) -> Any:
+        # Spark has its own names of types.
+        if not isinstance(schema, dict):
+            return schema
+        return {name: untitled(part) for name, part in schema.items() if name != "title" or isinstance(part, dict)}
+
+    declared = None
+    with contextlib.suppress(JobError):
+        declared = Json(ddl).task_plan()[0]
+    if declared is None:
+        with pytest.raises(JobError):
+            json_schema(ddl, Policy())
+    else:
+        assert untitled(json_schema(ddl, Policy())) == untitled(json_schema(declared.toDDL(), Policy()))
+        assert list(json_schema(ddl, Policy())["properties"]) == declared.fieldNames()
