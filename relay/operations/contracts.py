@@ -30,10 +30,10 @@ _TEXTS: Final = frozenset({"title", "description", "examples", "example", "defau
 _LOWER: Final = frozenset({"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"})
 _UPPER: Final = frozenset({"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"})
 _ANY: Final[Mapping[str, Any]] = {}
-_ALTERNATIVES: Final = ("anyOf", "oneOf")
+ALTERNATIVES: Final = ("anyOf", "oneOf")
 _COMPARED: Final = (
     {"type", "properties", "required", "items", "enum", "additionalProperties", "allOf", "$ref"}
-    | {*_ALTERNATIVES, "readOnly", "writeOnly"}
+    | {*ALTERNATIVES, "readOnly", "writeOnly"}
     | _TEXTS
     | _LOWER
     | _UPPER
@@ -41,7 +41,10 @@ _COMPARED: Final = (
 
 
 class Breaking(NamedTuple):
-    """One change that breaks. ``event`` is empty for a topic, ``place`` for an event as a whole."""
+    """One change that breaks. ``event`` is empty for a topic, ``place`` for an event as a whole.
+
+    Between two jobs there is only a place.
+    """
 
     topic: str
     event: str
@@ -85,7 +88,7 @@ def _topics(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Breaking
                 yield Breaking(topic, name, "", "the type of events is removed from the topic")
                 continue
             comparison = _Comparison(old, new)
-            first, second = _resolved(old, message), _resolved(new, after[topic][name])
+            first, second = resolved(old, message), resolved(new, after[topic][name])
             for place, change in comparison.message(first, second):
                 yield Breaking(topic, name, place, change)
 
@@ -100,12 +103,12 @@ class _Comparison:
 
     def message(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if (kinds := (old.get("contentType"), new.get("contentType")))[0] != kinds[1]:
-            yield "", f"content type {_shown(kinds[0])} becomes {_shown(kinds[1])}"
+            yield "", f"content type {shown(kinds[0])} becomes {shown(kinds[1])}"
         yield from self._schema("headers", old.get("headers", _ANY), new.get("headers", _ANY), headers=True)
-        first, second = (_resolved(*one) for one in ((self._old, old["payload"]), (self._new, new["payload"])))
+        first, second = (resolved(*one) for one in ((self._old, old["payload"]), (self._new, new["payload"])))
         formats = first.get("schemaFormat"), second.get("schemaFormat")
         if formats[0] != formats[1]:
-            yield "payload", f"schema of {_shown(formats[0])} becomes {_shown(formats[1])}"
+            yield "payload", f"schema of {shown(formats[0])} becomes {shown(formats[1])}"
         elif formats[0] is None:
             yield from self._schema("payload", first, second)
         else:
@@ -114,15 +117,15 @@ class _Comparison:
     def _schema(self, place: str, old: Any, new: Any, *, headers: bool = False) -> Iterator[tuple[str, str]]:
         if isinstance(old, bool) or isinstance(new, bool):
             if old != new:
-                yield place, f"{_shown(old)} becomes {_shown(new)}"
+                yield place, f"{shown(old)} becomes {shown(new)}"
             return
-        old, new = _resolved(self._old, old), _resolved(self._new, new)
+        old, new = resolved(self._old, old), resolved(self._new, new)
         if (pair := (id(old), id(new))) in self._seen:
             return
         self._seen.add(pair)
-        old, new = _merged(self._old, old), _merged(self._new, new)
+        old, new = merged(self._old, old), merged(self._new, new)
         if (types := (_types(self._old, old), _types(self._new, new)))[0] != types[1]:
-            yield place, f"type {_shown(types[0])} becomes {_shown(types[1])}"
+            yield place, f"type {shown(types[0])} becomes {shown(types[1])}"
             return
         yield from _values(place, old, new)
         yield from self._fields(place, old, new, headers=headers)
@@ -133,7 +136,7 @@ class _Comparison:
         yield from self._alternatives(place, old, new)
 
     def _alternatives(self, place: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        for name in _ALTERNATIVES:
+        for name in ALTERNATIVES:
             first, second = old.get(name, ()), new.get(name, ())
             if len(first) != len(second):
                 yield place, f"{name}: {len(first)} alternatives become {len(second)}"
@@ -178,16 +181,16 @@ def _values(place: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Itera
     if "enum" in new:
         gone = [value for value in old["enum"] if value not in new["enum"]] if "enum" in old else None
         if gone is None:
-            yield place, f"only {_shown(new['enum'])} is allowed from now on"
+            yield place, f"only {shown(new['enum'])} is allowed from now on"
         elif gone:
-            yield place, f"the enum no longer has {', '.join(map(_shown, gone))}"
+            yield place, f"the enum no longer has {', '.join(map(shown, gone))}"
     for name in sorted((_LOWER | _UPPER) & new.keys()):
         before = old.get(name)
         if before is None or (new[name] > before if name in _LOWER else new[name] < before):
-            yield place, f"{name} {_shown(before)} becomes {_shown(new[name])}"
+            yield place, f"{name} {shown(before)} becomes {shown(new[name])}"
     for name in sorted((old.keys() | new.keys()) - _COMPARED):
         if not name.startswith("x-") and old.get(name) != new.get(name):
-            yield place, f"{name} {_shown(old.get(name))} becomes {_shown(new.get(name))}"
+            yield place, f"{name} {shown(old.get(name))} becomes {shown(new.get(name))}"
 
 
 def _types(document: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
@@ -195,12 +198,12 @@ def _types(document: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
     found = schema.get("type")
     if found is not None:
         return sorted([found] if isinstance(found, str) else found)
-    parts = [_resolved(document, part) for name in _ALTERNATIVES for part in schema.get(name, ())]
+    parts = [resolved(document, part) for name in ALTERNATIVES for part in schema.get(name, ())]
     types = {str(part.get("type", "")) if isinstance(part, Mapping) else "" for part in parts}
     return [] if "" in types else sorted(types)
 
 
-def _resolved(document: Mapping[str, Any], node: Any) -> Any:
+def resolved(document: Mapping[str, Any], node: Any) -> Any:
     """Return what a node refers to, or itself. Raises ConfigurationError for a reference that leads nowhere."""
     for _ in range(100):
         if not isinstance(node, Mapping) or not isinstance(reference := node.get("$ref"), str):
@@ -218,13 +221,13 @@ def _resolved(document: Mapping[str, Any], node: Any) -> Any:
     raise ConfigurationError(f"the reference {node['$ref']!r} leads into itself in its document")
 
 
-def _merged(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def merged(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema with those of its ``allOf`` in it."""
     if "allOf" not in schema:
         return schema
     found: dict[str, Any] = {name: value for name, value in schema.items() if name != "allOf"}
     for part in schema["allOf"]:
-        other = _merged(document, _resolved(document, part))
+        other = merged(document, resolved(document, part))
         # The stricter one of a field's schemas is that of the event itself, which comes last.
         fields = {**found.get("properties", {}), **other.get("properties", {})}
         needed = [*found.get("required", ()), *other.get("required", ())]
@@ -242,15 +245,15 @@ def _avro(place: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping) and kinds[0] == kinds[1]:
         if old.get("name") != new.get("name"):
             # Readers with a registry resolve names too.
-            yield place, f"the {kinds[0]} {_shown(old['name'])} is named {_shown(new['name'])}"
+            yield place, f"the {kinds[0]} {shown(old['name'])} is named {shown(new['name'])}"
         if kinds[0] == "record":
             yield from _avro_fields(place, old["fields"], new["fields"])
             return
         if kinds[0] == "enum":
             if gone := [symbol for symbol in old["symbols"] if symbol not in new["symbols"]]:
-                yield place, f"the enum no longer has {', '.join(map(_shown, gone))}"
+                yield place, f"the enum no longer has {', '.join(map(shown, gone))}"
             if "default" not in old and (added := [one for one in new["symbols"] if one not in old["symbols"]]):
-                yield place, f"readers without a default do not know the enum's {', '.join(map(_shown, added))}"
+                yield place, f"readers without a default do not know the enum's {', '.join(map(shown, added))}"
             return
         if kinds[0] in {"array", "map"}:
             part = "items" if kinds[0] == "array" else "values"
@@ -258,7 +261,7 @@ def _avro(place: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
             return
         old, new = ({name: value for name, value in one.items() if name != "doc"} for one in (old, new))
     if old != new:
-        yield place, f"type {_shown(old)} becomes {_shown(new)}"
+        yield place, f"type {shown(old)} becomes {shown(new)}"
 
 
 def _avro_fields(place: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
@@ -273,7 +276,7 @@ def _avro_fields(place: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
             yield f"{place}.{name}", "a new field without a default, and older events lack it"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
-        return _shown(value[0])
+        return shown(value[0])
     return "none" if value in (None, []) else json.dumps(value, ensure_ascii=False)
