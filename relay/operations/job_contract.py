@@ -4,10 +4,12 @@
 |-----------------------------------------------|---------------------------------------------------------------------|
 | topic, type of events                         | the document lacks it                                               |
 | decoder                                       | the events have another form, or a schema id where none is expected |
-| field: NOT NULL, or of Avro without a default | an event lacks it, or may lack it, or it may be null                |
-| any other field of JSON                       | no event has it                                                     |
+| field that is NOT NULL                        | an event lacks it, or may lack it, or it may be null                |
+| any other field                               | no event has it                                                     |
 | type                                          | a value may have another type or format, or is beyond its bounds    |
 | ``unknown="dead-letter"``                     | an event has a field that the job does not                          |
+
+Fields are compared for JSON. Of Avro and Protobuf, their registry knows what is compatible.
 
 What the document leaves open breaks nothing, nor do fields that the job does not read. An event may lack a field that
 another one has: the columns of a job that reads several types of events are those of all.
@@ -25,7 +27,6 @@ from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 from outbox.errors import ConfigurationError
-from relay.operations.avro_contract import AvroReading
 from relay.operations.contracts import ALTERNATIVES, Breaking, merged, resolved, shown
 
 _SPEC: Final = re.compile(r"[\w.]+:\w+")
@@ -72,8 +73,7 @@ def _listed(found: Iterator[Breaking]) -> list[Breaking]:
         return list(dict.fromkeys(found))
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(
-            "the document has not the form that `outbox asyncapi` prints, or the job's schema none of Avro: "
-            f"{type(error).__name__} {error}"
+            f"the document has not the form that `outbox asyncapi` prints: {type(error).__name__} {error}"
         ) from error
 
 
@@ -128,8 +128,6 @@ class _Reading:
             yield "payload", f"has {has} schema id, and the job expects {expects}"
         elif form == "JSON":
             yield from self._value("payload", wanted, payload.get("schema", payload))
-        elif wanted.get("schema") and payload.get("schema"):
-            yield from AvroReading(wanted, payload).value("payload", wanted["schema"], payload["schema"])
 
     def _value(self, place: str, reads: Mapping[str, Any], schema: Any) -> Iterator[tuple[str, str]]:
         found = list(self._alternatives(schema))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import io
 import json
 import subprocess
 import sys
@@ -13,12 +12,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import fastavro
 import pytest
 from typer.testing import CliRunner
 
 import relay
-from outbox.consumer.errors import JobError
 from outbox.errors import ConfigurationError
 from outbox.models import EventModel
 from outbox.registry import Avro as AvroModel
@@ -28,9 +25,6 @@ from relay.config import load
 from relay.operations import asyncapi
 from relay.operations.job_contract import compare_job, compare_jobs, read_job
 from spark_jobs import Avro, ConsumerJob, Json, Protobuf, Raw, Traced
-from spark_jobs.payloads.avro import Plan as AvroPlan
-from spark_jobs.payloads.reading import Policy, Problem
-from spark_jobs.payloads.registry import Schema as AvroSchema
 
 
 class State(enum.Enum):
@@ -204,54 +198,9 @@ def test_json_with_a_schema_id():
     assert found(Json("id int", framed=True), "ticket-events", None) == [beyond]
 
 
-def avro(*changed: dict[str, Any], name: str = "other.Bill", aliases: Any = (), **more: Any) -> Avro:
-    kept = {field["name"]: field for field in BILL["fields"]} | {field["name"]: field for field in changed}
-    reader = {"type": "record", "name": name, "aliases": list(aliases), "fields": list(kept.values())}
-    return Avro(registry="http://localhost", reader_schema=reader, **more)
-
-
-def renamed(name: str, aliases: list[str]) -> Avro:
-    first = {"name": name, "aliases": aliases, "type": "double"}
-    return Avro("http://localhost", reader_schema={**BILL, "fields": [first, *BILL["fields"][1:]]})
-
-
 AVRO = [
     (Avro(registry="http://localhost", subject="x"), []),
     (Avro(reader_schema=BILL), [": has a schema id, and the job expects none"]),
-    (avro(), []),
-    (avro(unknown="dead-letter", missing="dead-letter"), []),
-    (avro({"name": "cents", "type": ["null", "long"]}, {"name": "new", "type": "int", "default": 0}), []),
-    (renamed("sum", ["cents"]), []),
-    (renamed("sum", []), [".sum: the field is missing, and the job needs it"]),
-    (avro({"name": "cents", "type": "string"}), ['.cents: type "int", and the job reads it as string']),
-    (avro({"name": "note", "type": "string"}), [".note: may be null, and the job needs a value"]),
-    (avro({"name": "new", "type": "int"}), [".new: the field is missing, and the job needs it"]),
-    (
-        avro({"name": "new", "type": "int", "default": 0}, missing="dead-letter"),
-        [".new: the field is missing, and the job needs it"],
-    ),
-    (
-        avro({"name": "kind", "type": {"type": "enum", "name": "Kind", "symbols": ["A"]}}),
-        ['.kind: the job does not know the enum\'s "B"', '.other: the job does not know the enum\'s "B"'],
-    ),
-    (
-        avro({"name": "kind", "type": {"type": "enum", "name": "Kind", "symbols": ["A"], "default": "A"}}),
-        [],
-    ),
-    (
-        avro({"name": "lines", "type": {"type": "array", "items": "boolean"}}),
-        ['.lines[]: type "string", and the job reads it as boolean'],
-    ),
-    (
-        avro({"name": "cents", "type": {"type": "int", "logicalType": "date"}}),
-        [".cents: logicalType none, and the job reads it as date"],
-    ),
-    (avro(name="Invoice", aliases=["shop.Bill"]), []),
-    (avro(name="Invoice"), [': type "record shop.Bill", and the job reads it as record Invoice']),
-    (
-        Avro("http://localhost", reader_schema={**BILL, "fields": BILL["fields"][:5]}, unknown="dead-letter"),
-        [".day: the job refuses events with a field that it does not know"],
-    ),
     ("cents int", [": is Avro, and the job reads JSON"]),
 ]
 
@@ -259,24 +208,6 @@ AVRO = [
 @pytest.mark.parametrize(("schema", "said"), AVRO)
 def test_avro(schema, said):
     assert found(schema, "invoice-events", None) == [ISSUED + one for one in said]
-
-
-BARE = [one for one in AVRO if getattr(one[0], "reader_schema", None) is not None and one[0].registry is not None]
-
-
-@pytest.mark.parametrize(("schema", "said"), BARE)
-def test_avro_as_the_decoder_reads_it(schema, said):
-    """The decoder refuses the same."""
-    written = io.BytesIO()
-    bill = {"cents": 1, "note": None, "kind": "B", "other": "B", "lines": ["a"], "day": date(2026, 1, 31)}
-    fastavro.schemaless_writer(written, fastavro.parse_schema(json.loads(json.dumps(BILL))), bill)
-    writer, reader = (AvroSchema("AVRO", json.dumps(one)) for one in (BILL, schema.reader_schema))
-    try:
-        AvroPlan(reader, writer, None, Policy(schema.unknown, schema.missing))()(written.getvalue(), None)
-    except (Problem, JobError):
-        assert said
-    else:
-        assert not said
 
 
 VERSIONS = [
@@ -352,7 +283,6 @@ class Own:
         ("a int COMMENT b", "'b'"),
         ("a int) ", r"'\)'"),
         (Own(), "Own"),
-        (Avro(reader_schema="{"), "JSONDecodeError"),
     ],
     ids=str,
 )
