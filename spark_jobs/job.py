@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from outbox.consumer.declared import find_declared
 from outbox.consumer.errors import JobError
-from outbox.consumer.model import AT_MOST_ONCE, DEDUP_BY_KEY
+from outbox.consumer.model import AT_MOST_ONCE, DEDUP_BY_KEY, DEDUP_BY_OFFSET
 from outbox.event import TRACEPARENT, TRACESTATE
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, Strategy, Version
 from spark_jobs.effects.mapped import Insert, Upsert
@@ -193,8 +193,11 @@ class ConsumerJob:
         """The strategy as the group's row shows it."""
         if self.delivery == "at-most-once":
             return AT_MOST_ONCE
-        by_key = isinstance(self.strategy, Dedup) and self.strategy.key is not None
-        return DEDUP_BY_KEY if by_key else type(self.strategy).__name__
+        if isinstance(self.strategy, Dedup) and self.strategy.key is not None:
+            return DEDUP_BY_KEY
+        if isinstance(self.strategy, Dedup) and self.strategy.allow_producer_repeats:
+            return DEDUP_BY_OFFSET
+        return type(self.strategy).__name__
 
     @property
     def reducing(self) -> Strategy:

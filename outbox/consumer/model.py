@@ -19,6 +19,8 @@ DEDUP: Final = "Dedup"
 """The strategy of a group that remembers each event's id."""
 DEDUP_BY_KEY: Final = "DedupByKey"
 """The strategy of a group that remembers ids made of messages' keys, by which no event is found again."""
+DEDUP_BY_OFFSET: Final = "DedupByOffset"
+"""The strategy of a group that remembers each event's id, and the offset of a message without one."""
 
 MessageRef = tuple[str, int, int]
 """Topic, partition and offset of a message."""

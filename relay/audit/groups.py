@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.admin.offsets import GIVEN_UP
-from outbox.consumer.model import DEDUP
+from outbox.consumer.model import DEDUP, DEDUP_BY_OFFSET
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
 from relay.audit.findings import STATEMENT_SECONDS
@@ -139,7 +139,7 @@ class Groups:
         """Return the groups that read one of the topics, with their positions there; None for all topics."""
         found: dict[str, Group] = {}
         for name, strategy, forgotten, topic, number, offset in self._rows(_GROUPS):
-            group = found.setdefault(name, Group(name, strategy == DEDUP, forgotten))
+            group = found.setdefault(name, Group(name, strategy in {DEDUP, DEDUP_BY_OFFSET}, forgotten))
             group.reads.add(topic)
             if topics is None or topic in topics:
                 group.positions[Partition(topic, number)] = offset

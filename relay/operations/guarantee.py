@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Final, assert_never
 
 from outbox._app.text import age_text, bytes_text
-from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY
+from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY, DEDUP_BY_OFFSET
 from relay.config import Delivery, SourceKind
 
 
@@ -20,6 +20,7 @@ class Strategy(StrEnum):
 
     DEDUP = DEDUP
     DEDUP_BY_KEY = DEDUP_BY_KEY
+    DEDUP_BY_OFFSET = DEDUP_BY_OFFSET
     FINGERPRINT = "Fingerprint"
     VERSION = "Version"
     NATURAL = "Natural"
@@ -64,6 +65,11 @@ _BY_KEY: Final = Guarantee(
     "in the sink's tables: a repeat has the same key, or without one the same id, which is known for "
     "consumer.keep_days, and is dropped, as is another event with its key",
 )
+_BY_OFFSET: Final = Guarantee(
+    "exactly-once",
+    f"{_BY_ID.text}; what a producer repeats without an id is applied again",
+    "an id in each message",
+)
 _BY_CONTENT: Final = Guarantee(
     "exactly-once",
     "in the sink's tables: a repeat has the same content, and is dropped, as is another event that has it",
@@ -77,6 +83,7 @@ _BY_VERSION: Final = Guarantee(
 _IN_SINK: Final[Mapping[Strategy, tuple[Guarantee, Guarantee]]] = {
     Strategy.DEDUP: (_BY_ID, _BY_ID),
     Strategy.DEDUP_BY_KEY: (_BY_KEY, _BY_KEY),
+    Strategy.DEDUP_BY_OFFSET: (_BY_OFFSET, _BY_OFFSET),
     Strategy.FINGERPRINT: (_BY_CONTENT, _BY_CONTENT),
     Strategy.VERSION: (_BY_VERSION, _BY_VERSION),
     Strategy.NATURAL: (
@@ -122,7 +129,7 @@ _IN_SINK: Final[Mapping[Strategy, tuple[Guarantee, Guarantee]]] = {
             Delivery.AT_MOST_ONCE,
             f"of any effect: {_GIVEN_UP} and recorded; what a relay repeats after a crash is applied twice unless the "
             "consumer remembers ids",
-            _CERTAIN,
+            _EXACT,
         ),
         Guarantee(
             Delivery.AT_MOST_ONCE,

@@ -137,6 +137,16 @@ def test_of_a_group_with_a_key_only_the_positions_are_compared(pipeline):
     assert states == ["passed", "passed", "dead", "dead"]
 
 
+def test_of_a_group_that_also_takes_messages_without_an_id_the_ids_are_compared(pipeline):
+    ids = pipeline.add()
+    pipeline.published()
+    pipeline.applied(len(ids))
+    pipeline.run("UPDATE consumer.groups SET strategy = 'DedupByOffset'")
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, []), found
+    assert sum(one["groups"][pipeline.group]["applied"] for one in found["windows"]) == len(ids)
+
+
 def test_copies_replays_and_the_topic_of_another_outbox_are_no_differences(pipeline):
     """The group reads that topic too; its relays have the same source, and the template allows it."""
     ids = pipeline.add()

@@ -7,7 +7,7 @@ import re
 import pytest
 from docs_support import DOCS
 
-from outbox.consumer.model import AT_MOST_ONCE, DEDUP_BY_KEY
+from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY, DEDUP_BY_OFFSET
 from relay.config import Delivery, SourceKind
 from relay.operations.guarantee import Strategy, guarantee, slot_cost
 from spark_jobs.dedup import strategies
@@ -19,6 +19,7 @@ MOST, LEAST, EXACTLY = "at-most-once", "at-least-once", "exactly-once"
 WORDS = {
     Strategy.DEDUP: (MOST, EXACTLY, EXACTLY),
     Strategy.DEDUP_BY_KEY: (MOST, EXACTLY, EXACTLY),
+    Strategy.DEDUP_BY_OFFSET: (MOST, EXACTLY, EXACTLY),
     Strategy.FINGERPRINT: (MOST, EXACTLY, EXACTLY),
     Strategy.VERSION: (MOST, EXACTLY, EXACTLY),
     Strategy.NATURAL: (MOST, LEAST, EXACTLY),
@@ -44,6 +45,17 @@ def test_in_the_sinks_tables(strategy):
         assert found.do.startswith("OUTBOX_DELIVERY=exactly-once, or ") is (found.word == LEAST)
 
 
+def test_repeats_of_the_relay_are_mended_at_the_relay():
+    """A consumer at-most-once wants none: that it would repeat by itself is no advice."""
+    repeated, replayed = (
+        guarantee(delivery, SourceKind.POLLING, Strategy.AT_MOST_ONCE)
+        for delivery in (Delivery.AT_LEAST_ONCE, Delivery.EXACTLY_ONCE)
+    )
+    assert ("what a relay repeats" in repeated.text, "what a relay repeats" in replayed.text) == (True, False)
+    assert repeated.do == "OUTBOX_DELIVERY=exactly-once"
+    assert replayed.do == "delivery='exactly-once' of the consumer"
+
+
 @pytest.mark.parametrize("delivery", Delivery)
 def test_on_kafka(delivery):
     polling, wal = (guarantee(delivery, source) for source in SourceKind)
@@ -58,9 +70,24 @@ def test_the_strategies_are_those_of_the_consumers():
         for name, kind in vars(strategies).items()
         if isinstance(kind, type) and hasattr(kind, "remembers") and not name.startswith("_") and name != "Strategy"
     }
-    assert {str(each) for each in Strategy} == classes | {STREAM, DEDUP_BY_KEY, AT_MOST_ONCE}
-    shown = ConsumerJob("g", effect="SELECT 1", topics=("t",), strategy=strategies.Dedup(key="k")).shown_strategy
-    assert shown == DEDUP_BY_KEY
+    assert {str(each) for each in Strategy} == classes | {STREAM, DEDUP_BY_KEY, DEDUP_BY_OFFSET, AT_MOST_ONCE}
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({}, DEDUP),
+        ({"key": "k"}, DEDUP_BY_KEY),
+        ({"allow_producer_repeats": True}, DEDUP_BY_OFFSET),
+        ({"key": "k", "allow_producer_repeats": True}, DEDUP_BY_KEY),
+    ],
+)
+def test_what_a_groups_row_says_of_its_dedup(given, shown):
+    job = ConsumerJob("g", effect="SELECT 1", topics=("t",), strategy=strategies.Dedup(**given))
+    assert job.shown_strategy == shown
+    # What is repeated without an id is not promised.
+    promised = guarantee(Delivery.EXACTLY_ONCE, SourceKind.POLLING, Strategy(shown))
+    assert ("without an id is applied again" in promised.text) is (shown == DEDUP_BY_OFFSET)
 
 
 def rows(heading: str) -> list[tuple[str, ...]]:
