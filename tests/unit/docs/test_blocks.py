@@ -26,7 +26,7 @@ import pytest
 import sqlalchemy as sa
 import typer
 from alembic.runtime.environment import EnvironmentContext
-from docs_support import DOCS, ROOT, Block, blocks, generator, inline
+from docs_support import ROOT, Block, blocks, generator, inline
 from typer.core import TyperGroup
 
 from examples.demo.ledger import Reconciliation
@@ -38,10 +38,11 @@ from outbox.consumer.tables import consumer_tables
 from outbox.credentials import Credential, CredentialRequest
 from relay.cli import trace
 from relay.cli.app import app
-from relay.config import load
+from relay.config import SourceKind, load
 from relay.core.health import WorkerHealth
 from relay.core.lease import Lease
 from relay.core.ports import BrokerUnavailable, LaneLocked
+from relay.operations.guarantee import Strategy, guarantee
 from relay.operations.trace import Event, MessageRef
 from relay.page.security import SECRET_HEADER
 from relay.pipeline.trace import Found
@@ -397,22 +398,21 @@ def test_pictures(block: Block):
         assert [line for line in lines if not re.fullmatch(rf'{node} --(?: "?[^">]+"? --)?> {node}', line)] == []
 
 
-def test_what_is_recommended_for_a_sink_gives_exactly_once():
-    """Each leaf with a strategy is a pair that docs/explanation/guarantees.md promises exactly-once for."""
+def test_what_is_recommended_is_what_is_promised():
+    """A strategy and a stream give exactly-once; to a consumer at-most-once the relay repeats nothing."""
     (tree,) = [block for block in blocks("mermaid") if block.page == "docs/explanation/choosing.md"]
-    leaves = re.findall(r"\[\[\"(\S+?)(?:<br/>|\")(?:strategy=(\w+))?", tree.text)
-    assert {delivery for delivery, _ in leaves} == set(Delivery)
-    promised = {
-        (delivery, strategy)
-        for row in re.findall(r"^\| (`.+) \|", (DOCS / "explanation" / "guarantees.md").read_text(), re.MULTILINE)
-        for deliveries, strategies, promise in [row.split(" | ")[:3]]
-        if promise.startswith("exactly-once")
-        for delivery in re.findall(r"`([\w-]+)`", deliveries)
-        for strategy in re.findall(r"`(\w+)`", strategies)
-    }
-    chosen = {pair for pair in leaves if pair[1]}
-    assert len(chosen) > 3
-    assert chosen - promised == set()
+    leaves = [leaf.partition("<br/>") for leaf in re.findall(r'\[\["(.+?)"\]\]', tree.text)]
+    assert {delivery for delivery, *_ in leaves} == set(Delivery)
+    said = {f"strategy={strategy}(": strategy for strategy in Strategy}
+    said |= {"format('outbox')": Strategy.STREAM, "delivery='at-most-once'": Strategy.AT_MOST_ONCE}
+    chosen = [(delivery, said[words]) for delivery, _, text in leaves for words in said if words in text]
+    assert {name for _, name in chosen} == {"Version", "Natural", "Dedup", "OffsetsOnly", "Stream", "AtMostOnce"}
+    for delivery, strategy in chosen:
+        promised = guarantee(Delivery(delivery), SourceKind.POLLING, strategy)
+        assert promised.word == ("at-most-once" if strategy is Strategy.AT_MOST_ONCE else "exactly-once")
+        assert "what a relay repeats" not in promised.text
+    (told,) = [text for delivery, _, text in leaves if delivery == "at-most-once"]
+    assert "relay.at_most_once_acks" in told
 
 
 def test_a_proxy_sends_what_the_page_reads():
