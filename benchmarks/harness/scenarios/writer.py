@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
 
 from benchmarks.harness.load import SMALL, pad
 from benchmarks.harness.publishers import Way
-from benchmarks.harness.results import Metric, Results, Run, Target, at_least, beside
+from benchmarks.harness.results import Metric, Results, Run, Target, at_least, at_most, beside
 from benchmarks.harness.scenarios.base import Scenario
 from benchmarks.harness.servers import Servers, Site
 from outbox import Event, Outbox
@@ -31,12 +31,13 @@ class Writers(Scenario):
     about = (
         "One client, synchronous commits: INSERT an order, UPDATE its customer, and an event of 740 bytes (or a bare "
         "INSERT into the outbox's table, or nothing). They take turns of 50 transactions on the same connection; no "
-        "relay runs. CPU is the client's."
+        "relay runs. CPU is the client's, and event_us what an event adds to the time of a transaction."
     )
     metrics = (
         Metric("without", "transactions/s"),
         Metric("event", "transactions/s"),
         Metric("bare", "transactions/s"),
+        Metric("event_us", "µs of a connection"),
         Metric("without_cpu", "µs each"),
         Metric("event_cpu", "µs each"),
         Metric("bare_cpu", "µs each"),
@@ -69,16 +70,23 @@ class Writers(Scenario):
                         if turn:  # The first one prepares the statements.
                             seconds[name] += time.perf_counter() - started
                             cpu[name] += time.process_time() - used
-            for name in writes:
-                run.figures[name] = turns * _TURN / seconds[name]
-                run.figures[f"{name}_cpu"] = cpu[name] / (turns * _TURN) * 1e6
+            run.figures |= figures(turns * _TURN, seconds, cpu)
 
     def targets(self, results: Results) -> list[Target]:
         without, event, bare = (results.by_round(ONE_CLIENT.name, name) for name in ("without", "event", "bare"))
+        costs = list(results.by_round(ONE_CLIENT.name, "event_us").values())
         return [
             at_least("one event: of the rate without", [event[number] / without[number] for number in event], 0.85),
+            at_most("one event: time of its connection", costs, 140, 0, " µs"),
             beside("a bare INSERT: of the rate without", [bare[number] / without[number] for number in bare]),
         ]
+
+
+def figures(transactions: int, seconds: Mapping[str, float], cpu: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a run from what so many transactions of each kind took."""
+    rates = {name: transactions / took for name, took in seconds.items()}
+    used = {f"{name}_cpu": took / transactions * 1e6 for name, took in cpu.items()}
+    return {**rates, "event_us": (1 / rates["event"] - 1 / rates["without"]) * 1e6, **used}
 
 
 def _business(connection: psycopg.Connection[Any], number: int) -> None:

@@ -16,6 +16,7 @@ from benchmarks.harness import report
 from benchmarks.harness.results import Results, Run, at_least, at_most
 from benchmarks.harness.scenarios.base import Sizes
 from benchmarks.harness.scenarios.drains import DrainUsual
+from benchmarks.harness.scenarios.writer import ONE_CLIENT, Writers, figures
 from benchmarks.harness.servers import BenchError
 from benchmarks.harness.topic import Appended, Tally
 
@@ -85,6 +86,22 @@ def test_targets_go_by_the_median():
     assert at_most("", [1, 4.1, 9], 4).reached is False
     assert at_most("", [], 4).reached is None
     assert at_least("", [1, 4, 6], 5).found == "4.00 (1.00–6.00)"
+
+
+@pytest.mark.parametrize(("seconds", "us", "reached"), [(0.113, 130.0, True), (0.116, 160.0, False)])
+def test_what_an_event_costs_the_connection_that_writes_it(seconds, us, reached):
+    """In µs: its part of the time of a transaction depends on how fast the disk commits."""
+    measured = Run("writer", ONE_CLIENT.name, 1)
+    took = {"without": 0.1, "event": seconds, "bare": 0.105}
+    measured.figures |= figures(100, took, dict.fromkeys(took, 0.01))
+    assert measured.figures == pytest.approx(
+        {"without": 1000, "event": 100 / seconds, "bare": 100 / 0.105, "event_us": us}
+        | {f"{name}_cpu": 100 for name in took}
+    )
+    writers = Writers(Sizes())
+    assert set(measured.figures) == {metric.name for metric in writers.metrics}
+    (target,) = [each for each in writers.targets(Results([measured])) if "µs" in each.asked]
+    assert (target.asked, target.found, target.reached) == ("≤ 140 µs", f"{us:.0f}", reached)
 
 
 def test_the_report():
