@@ -5,50 +5,24 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import Bench, expected
+from at_most_once_job import at_most_once, calling, once_killing
+from bench import ROOT, SPARK_CONF, Bench, Consumer, expected
+from support import wait_until
 
 from outbox.consumer.errors import EffectFailed
-from spark_jobs import ConsumerJob, OffsetsOnly
-from spark_jobs.postgres.at_most_once import AtMostOnceTransaction
+from spark_jobs import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
 NAMES = "abcdefgh"
 
 
-def calling(calls: Path, fail: Callable[[list[str]], None]) -> Callable[[Any, Any], None]:
-    """Return an effect that calls another system, which is a file: nothing takes a line of it back."""
-
-    def effect(cursor: Any, table: Any) -> None:
-        found = [
-            f"{part} {offset}"
-            for part, offset in zip(table["message_part"].to_pylist(), table["message_offset"].to_pylist(), strict=True)
-        ]
-        with calls.open("a") as file:
-            file.write("".join(f"{one}\n" for one in found))
-        fail(found)
-
-    return effect
-
-
-def once_killing(marker: Path) -> Callable[[list[str]], None]:
-    """The first batch that has a message of partition 1 at offset 3 or later kills its process."""
-
-    def kill(found: list[str]) -> None:
-        if any(one.startswith("1 ") and int(one.split()[1]) >= 3 for one in found) and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return kill
-
-
-def once_raising(marker: Path) -> Callable[[list[str]], None]:
-    def fail(found: list[str]) -> None:
+def once_raising(marker: Path) -> Callable[[int, int], None]:
+    def fail(_part: int, _offset: int) -> None:
         if not marker.exists():
             marker.touch()
             raise ValueError("the provider is away")
@@ -57,8 +31,7 @@ def once_raising(marker: Path) -> Callable[[list[str]], None]:
 
 
 def job(bench: Bench, effect: Any, atomic: str) -> ConsumerJob:
-    most = {"strategy": OffsetsOnly(), "atomic": atomic, "delivery": "at-most-once"}
-    return replace(bench.job, group="calls", effect=effect, setup=None, **most)
+    return at_most_once(effect, atomic).with_topics([bench.topic])
 
 
 def called(calls: Path) -> list[tuple[int, int]]:
@@ -122,19 +95,30 @@ def test_an_effect_that_fails_ends_the_job_which_goes_on_behind_it(bench, tmp_pa
     check(bench, calls, 4 * len(NAMES))
 
 
-def test_a_driver_that_ends_in_the_effect_of_a_round(bench, tmp_path, monkeypatch):
-    """Before it could record anything: the next claim does."""
-    calls, marker = tmp_path / "calls", tmp_path / "failed"
+@pytest.mark.parametrize(("point", "moved"), [("moved", 1), ("effect", 2)])
+def test_a_driver_that_is_killed_in_a_round(bench, consumer: Consumer, tmp_path, point, moved):
+    """Behind the move of the first partition, and in the effect, before it could record anything: the next claim does.
+
+    What the effect had called is not called again.
+    """
+    calls = tmp_path / "called"
     bench.orders(NAMES, range(1, 3))
-    given = job(bench, calling(calls, once_raising(marker)), "batch")
-    with monkeypatch.context() as killed:
-        killed.setattr(AtMostOnceTransaction, "ended", lambda _: None)
-        with pytest.raises(EffectFailed):
-            bench.once(given)
-    assert (losses(bench), positions(bench)) == ([], {})
+    folders = os.pathsep.join([str(SPARK_CONF.parent), str(ROOT)])
+    consumer.start("--once", "--master", "local[1,4]", job="at_most_once_job:job", KILLED_AT=point, PYTHONPATH=folders)
+    consumer.ended(-signal.SIGKILL)
+    wait_until(bench.has_no_session, 60, "the sessions of the killed driver to end")
+    unconfirmed = "SELECT count(*) FROM consumer.offsets WHERE grp = 'calls' AND unconfirmed_from = 0"
+    assert (losses(bench), bench.rows(unconfirmed)) == ([], [(moved,)])
+    before = called(calls) if point == "effect" else []
+    assert bool(before) is calls.exists()
+    given = job(bench, calling(calls, lambda *_: None), "batch")
+    bench.once(given)
+    lost = losses(bench)
+    assert [first for _, first, _ in lost] == [0] * moved
     bench.orders(NAMES, range(3, 5))
     bench.once(given)
-    assert {(part, first) for part, first, _ in losses(bench)} == {(0, 0), (1, 0)}
+    assert losses(bench) == lost
+    assert called(calls)[: len(before)] == before
     check(bench, calls, 4 * len(NAMES))
 
 
@@ -142,7 +126,7 @@ def test_what_does_not_decode_is_recorded_and_is_no_dead_letter(bench, tmp_path)
     calls = tmp_path / "calls"
     bench.orders(NAMES, range(1, 2), part=0)
     bench.send_raw(b"{", [], partition=0)
-    given = job(bench, calling(calls, lambda _: None), "partition")
+    given = job(bench, calling(calls, lambda *_: None), "partition")
     bench.once(given)
     assert losses(bench) == [(0, len(NAMES), len(NAMES) + 1)]
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters WHERE grp = 'calls'") == [(0,)]
