@@ -11,6 +11,7 @@ __all__ = ["url"]
 AT_MOST_ONCE = {"delivery": "at-most-once", "relay__batch_size": 5}
 
 
+@pytest.mark.parametrize("acks", [0, 1])
 @pytest.mark.parametrize(
     ("point", "left"),
     [
@@ -20,15 +21,18 @@ AT_MOST_ONCE = {"delivery": "at-most-once", "relay__batch_size": 5}
         ("batch.acknowledged=kill@2", 10),
     ],
 )
-def test_at_most_once_a_kill_loses_at_most_a_batch_and_doubles_nothing(url, outbox_kafka, outbox_relay, point, left):
+def test_at_most_once_a_kill_loses_at_most_a_batch_and_doubles_nothing(
+    url, outbox_kafka, outbox_relay, point, left, acks
+):
+    settings = AT_MOST_ONCE | {"relay__at_most_once_acks": acks}
     topic = outbox_kafka.create_topic(outbox_kafka.name("once"))
     sent = [f"a{number:02}" for number in range(20)]
     add(url, *(event("Order", name) for name in sent))
-    relay = outbox_relay(env=routes(Order=topic) | {"OUTBOX_FAILPOINTS": point}, **AT_MOST_ONCE)
+    relay = outbox_relay(env=routes(Order=topic) | {"OUTBOX_FAILPOINTS": point}, **settings)
     assert relay.wait() == -9
     assert backlog(url) == left
     end_leases(url)
-    outbox_relay(env=routes(Order=topic), **AT_MOST_ONCE)
+    outbox_relay(env=routes(Order=topic), **settings)
     drained(url)
     wait_until(lambda: names(outbox_kafka.consume(topic))[-1:] == sent[-1:], what="the last event")
     arrived = names(outbox_kafka.consume(topic))

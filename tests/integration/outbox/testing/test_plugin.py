@@ -158,6 +158,7 @@ def test_given_servers_are_used_and_tests_that_would_kill_them_are_skipped(
     given = outbox_postgres_server.create_database(database)
     (tmp_path / "test_inner.py").write_text(
         f"""
+from pathlib import Path
 import psycopg
 import pytest
 from outbox import Event, Outbox
@@ -166,6 +167,8 @@ from outbox.testing import committed_events
 @pytest.fixture(scope="session")
 def outbox_migrations():
     def migrate(url):
+        with Path("migrated").open("a") as file:
+            file.write(url + "\\n")
         with psycopg.connect(url) as connection:
             connection.execute("CREATE TABLE orders (id text PRIMARY KEY)")
     return migrate
@@ -181,6 +184,11 @@ def test_given(outbox_postgres, outbox_kafka):
         [event] = committed_events(connection)
         assert event.aggregate_id == "4711"
     outbox_kafka.create_topic(outbox_kafka.name("x"))
+
+def test_another_one(outbox_postgres):
+    with outbox_postgres.connect() as connection:
+        assert connection.execute("SELECT count(*) FROM orders").fetchone() == (0,)
+        connection.execute("INSERT INTO orders VALUES ('4711')")
 
 def test_kills_postgres(private_postgres):
     raise AssertionError
@@ -208,7 +216,9 @@ def test_kills_kafka(private_kafka):
         check=False,
     )
     assert result.returncode == 0, result.stdout
-    assert "1 passed, 2 skipped" in result.stdout
+    assert "2 passed, 2 skipped" in result.stdout
+    # Of the template: both tests have copies.
+    assert len((tmp_path / "migrated").read_text().splitlines()) == 1
     assert "OUTBOX_TEST_DATABASE_URL is set, and this test kills its Postgres" in result.stdout
     assert "OUTBOX_TEST_KAFKA is set, and this test kills its Kafka" in result.stdout
     with psycopg.connect(given) as connection:
