@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Final
 
 from outbox._app.settings import client_options
+from outbox._clients.counting import counted
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import connect
@@ -47,6 +48,7 @@ from relay.audit.sums import (
 )
 from relay.audit.tables import UNPUBLISHED, Archived, Committed, Misplaced, Tables, out_of_order
 from relay.audit.topics import Cell, OnKafka, Topics, window_sums
+from relay.audit.transactions import closed_now
 from relay.config import Settings, shared_source_note
 from relay.database import Connector
 from relay.kafka.offsets import Partition
@@ -101,13 +103,18 @@ class _Comparison:
             self._groups = Groups(self._sink, settings.consumer_schema, scope.group, self._minutes, self._key)
 
     def run(self) -> Audit:
+        # Before anything is read: what has ended by now is seen.
+        self._closed, why = (self._minutes.stop, None) if self._scope.closed else closed_now(self._connection)
+        if why is not None and self._closed < self._minutes.stop:
+            self._audit.notes.append(why)
         with self._tables.snapshot():
             self._now = minute_of(self._tables.now())
             unpublished = self._tables.unpublished()
+            scheduled = {} if self._scope.closed else self._tables.scheduled()
             written = self._tables.ledger() if self._ledger else {}
             places = self._tables.places()
             self._coverage.of_archive(self._tables.archived(), on=self._settings.relay.archive_days > 0)
-        there = {*unpublished[0], *unpublished[1], *written}
+        there = {*unpublished[0], *unpublished[1], *scheduled, *written}
         self._coverage.own, topics = self._topic_names(there, places.topics)
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
         complete = places.complete and self._minutes.start in self._coverage.archive
@@ -118,7 +125,7 @@ class _Comparison:
             archive = pool.submit(self._read_archive)
             cells, first = self._topics.sums(self._extents, self._minutes)
             committed, misplaced = archive.result()
-        there = {*committed, *chain.from_iterable(unpublished), *written}
+        there = {*committed, *chain.from_iterable(unpublished), *scheduled, *written}
         groups, applied = self._applied(topics)
         admin, end = KafkaAdmin(self._options), (self._now + 1) * WINDOW_SECONDS
         self._audit.notes += self._coverage.of_retention(admin, self._extents, first, end)
@@ -127,6 +134,8 @@ class _Comparison:
         ids, wholes = window_sums(cells)
         windows = with_applied([*there, *ids], groups, applied)
         found = self._compare_sums(windows, unpublished, written, committed, ids, wholes)
+        for window, some in scheduled.items():
+            found[window].scheduled = some.events
         self._compare_groups(found, cells, groups, applied)
         self._one_by_one(found)
         if self._placed:
@@ -200,6 +209,8 @@ class _Comparison:
                 notes.append(
                     f"group {group.name} does not keep the id of each event (see Dedup): only its positions are known"
                 )
+        if scheduled := sum(one.scheduled for one in self._audit.windows):
+            notes.append(f"{counted(scheduled, 'event')} scheduled: minutes are open until theirs are published")
         for topic, count in sorted(self._topics.others.items()):
             notes.append(f"topic {topic} has {count} records that are not of this outbox: not compared")
         shared = shared_source_note(self._settings)
@@ -207,7 +218,8 @@ class _Comparison:
             notes.append(shared)
 
     def _under_way(self, one: WindowAudit) -> bool:
-        return one.waiting > 0 or one.window.minute >= self._now or any(group.waiting for group in one.groups.values())
+        waits = one.waiting > 0 or one.scheduled > 0 or any(group.waiting for group in one.groups.values())
+        return waits or one.window.minute >= self._closed
 
     # -- sums
 

@@ -57,7 +57,8 @@ class WindowAudit:
 
     committed  the events that were written; None if it is not known, because archive and ledger were off.
     kafka      the events on Kafka, each once; ``repeated`` are the further records of them.
-    waiting    the events in the outbox's table; ``dead`` those among its dead letters; ``discarded`` by operators.
+    waiting    the events in the outbox's table; ``dead`` those among its dead letters; ``discarded`` by operators;
+               ``scheduled`` those that are not due yet.
     state      equal; different; open: something of it is still under way; expired: Kafka has deleted records.
     sums       the sums of the hashes that were compared, by reader, for the certificate.
     """
@@ -68,6 +69,7 @@ class WindowAudit:
     waiting: int = 0
     dead: int = 0
     discarded: int = 0
+    scheduled: int = 0
     repeated: int = 0
     state: str = EQUAL
     groups: dict[str, GroupCount] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class WindowAudit:
 
     @property
     def empty(self) -> bool:
-        counts = (self.committed, self.kafka, self.waiting, self.dead, self.discarded)
+        counts = (self.committed, self.kafka, self.waiting, self.dead, self.discarded, self.scheduled)
         return self.state != DIFFERENT and not any(counts) and not any(one.applied for one in self.groups.values())
 
 
@@ -120,6 +122,7 @@ class Scope:
     group         the only consumer group to look at; None for all.
     partial       groups that leave events out on purpose: nothing is missing there.
     order_minutes  how many minutes before ``since`` the order of keys is compared with.
+    closed        all its minutes are known to be over; a scheduled event keeps none of them open.
     key           of the hashes: that of a certificate, to repeat its sums; by default a new one.
     """
 
@@ -130,6 +133,7 @@ class Scope:
     partial: Collection[str] = ()
     key: bytes | None = None
     order_minutes: int = 0
+    closed: bool = False
 
 
 def parts(found: Mapping[Window, WindowAudit]) -> Iterator[list[int]]:

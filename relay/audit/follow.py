@@ -2,7 +2,8 @@
 
 All topics move on together, from minute to minute. One that has a minute of which something is still under way stays
 there, and is compared by itself until it has caught up. A minute is over when a few minutes have passed and every
-transaction that was open at its end has ended. If the process is killed, the next one continues where the table says.
+transaction that was open at its end has ended. A scheduled event, which may be due in a month, is not waited for. If
+the process is killed, the next one continues where the table says.
 
 | killed                                  | then                                                              |
 |-----------------------------------------|-------------------------------------------------------------------|
@@ -32,24 +33,19 @@ from outbox.errors import OutboxError
 from relay.audit.comparison import audit
 from relay.audit.findings import DIFFERENT, EXPIRED, OPEN, Audit, Difference, Scope
 from relay.audit.sums import minute_of, minute_start
+from relay.audit.transactions import Transactions
 from relay.config import Settings
 from relay.core.ports import Unavailable
 from relay.database import Connector, unavailable_on_error
 from relay.insights import ALL_TOPICS, Verified, read_verified
 from relay.settle.statements import names_of
 
-_LATE_MINUTES: Final = 5
-"""How many minutes an event's transaction may take before its first write, and how far clocks may be apart."""
 _ORDER_MINUTES: Final = 10
 _MOST_MINUTES: Final = 60
 _EVERY_SECONDS: Final = 60.0
 # Most of the time the servers shall have for others.
 _REST: Final = 10.0
 _MOST_KEPT: Final = 100
-
-# A transaction number of our own: transactions that have one by now have a lower one, or they began later.
-_BEGUN: Final = "SELECT clock_timestamp(), pg_current_xact_id()::text::bigint"
-_OLDEST: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
 
 _SAVE: Final = """
 INSERT INTO {verified} AS v (topic, verified_until, missing, repeated, other, skipped, differences)
@@ -78,13 +74,12 @@ class Follower:
 
     def __init__(self, settings: Settings, scope: Scope) -> None:
         self._settings = settings
-        self._scope = replace(scope, order_minutes=_ORDER_MINUTES)
+        self._scope = replace(scope, order_minutes=_ORDER_MINUTES, closed=True)
         self._names = names_of(settings.db_schema)
         # By topic: how many minutes to compare at once, and until when to rest.
         self._minutes: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
-        # Minutes that had begun, each with the number of a transaction then.
-        self._begun: list[tuple[int, int]] = []
+        self._transactions = Transactions()
 
     def run(self, stop: threading.Event) -> None:
         """Follow until ``stop`` is set. While a server is away, or does not answer in time, it tries again.
@@ -103,7 +98,7 @@ class Follower:
         SchemaError and ConfigurationError: after all topics, if it was one of them.
         """
         with closing(Connector(self._settings.require_database(), "outbox audit")()) as connection:
-            end = self._closed(connection)
+            end = self._transactions.closed(connection)
             known = {one.topic: one for one in read_verified(connection, self._settings.db_schema)}
             whole = known.pop(ALL_TOPICS, None)
             begin = minute_of(self._scope.since if whole is None else whole.verified_until)
@@ -165,19 +160,6 @@ class Follower:
             notes=found.notes,
         )
         return found
-
-    def _closed(self, connection: psycopg.Connection[Any]) -> int:
-        """Return the first minute that is not over."""
-        with unavailable_on_error("looking for the minutes that are over"):
-            cursor = psycopg.Cursor(connection)
-            ((now, number),) = cursor.execute(_BEGUN).fetchall()
-            ((oldest,),) = cursor.execute(_OLDEST).fetchall()
-        self._begun.append((minute_of(now), number))
-        ended = [begun for begun, number in self._begun if number <= oldest]
-        if not ended:
-            return 0
-        self._begun = [one for one in self._begun if one[0] >= ended[-1]]
-        return ended[-1] - _LATE_MINUTES
 
     def _save(
         self, connection: psycopg.Connection[Any], topic: str, known: Verified | None, begin: int, found: _Progress

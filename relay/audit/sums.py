@@ -115,11 +115,11 @@ _TOTAL: Final = """(sum({name}.high) FILTER (WHERE {where}) * 184467440737095516
 
 
 def event_minute(names: Mapping[str, sql.Composable]) -> dict[str, sql.Composable]:
-    """Return SQL over an event's columns: ``has_time`` and ``minute``, by its id, else by ``created_at``."""
+    """Return SQL over an event's columns: ``has_time``, ``minute_of_id``, and ``minute``, else by ``created_at``."""
     event_id = sql.SQL("event_id")
     has_time, of_id = (sql.SQL(text).format(id=event_id) for text in (HAS_TIME, MINUTE))
     minute = sql.SQL(_EVENT_MINUTE).format(has_time=has_time, minute_of_id=of_id, created_at=names["created_at"])
-    return {"has_time": has_time, "minute": minute}
+    return {"has_time": has_time, "minute_of_id": of_id, "minute": minute}
 
 
 def halves(name: str, content: sql.Composable) -> sql.Composed:

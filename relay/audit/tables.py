@@ -79,6 +79,11 @@ _DISCARDED: Final = """(
            CASE pg_catalog.jsonb_typeof(details->'headers') WHEN 'object' THEN details->'headers' END AS headers
       FROM {audit} WHERE what = 'discard' AND details ? 'event_id')"""
 
+# Those whose ids have a time. The others get theirs when they are due.
+_SCHEDULED: Final = """
+SELECT aggregate_type, {minute_of_id} AS minute, count(*), NULL FROM {scheduled}
+ WHERE event_id >= %(low)s::uuid AND event_id < %(high)s::uuid AND {has_time} GROUP BY 1, 2"""
+
 _LEDGER: Final = """
 SELECT aggregate_type, minute, sum(events), sum(hashes) FROM {ledger}
  WHERE minute >= %(first_minute)s AND minute < %(end_minute)s GROUP BY 1, 2"""
@@ -277,6 +282,10 @@ class Tables:
     def unpublished(self) -> list[dict[Window, Sum]]:
         """Return the sums over the ids in each table of UNPUBLISHED."""
         return [self._summed(_WAITING, table) for table in UNPUBLISHED]
+
+    def scheduled(self) -> dict[Window, Sum]:
+        """Return the numbers of scheduled events, without sums: archive and ledger have an event once it is due."""
+        return self._summed(_SCHEDULED)
 
     def ledger(self) -> dict[Window, Sum]:
         return self._summed(_LEDGER)

@@ -27,7 +27,7 @@ app = typer.Typer(
 
 _HOUR: Final = dt.timedelta(hours=1)
 _MOST_SHOWN: Final = 20
-_COUNTS: Final = ("committed", "kafka", "repeated", "waiting", "dead", "discarded")
+_COUNTS: Final = ("committed", "kafka", "repeated", "waiting", "dead", "discarded", "scheduled")
 
 
 @app.callback()

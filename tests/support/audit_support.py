@@ -17,11 +17,11 @@ from confluent_kafka.admin import AdminClient
 from inbox_support import FAST, Running
 from rows_and_roles import execute
 from spans import relay
-from support import drained, look_up, order, write
+from support import drained, look_up, order, wait_until, write
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
-from outbox import Event
+from outbox import Event, Outbox
 from outbox.inbox import Consumer
 from relay.audit.findings import Scope
 from relay.audit.follow import Follower
@@ -70,6 +70,18 @@ class Pipeline:
             for number in range(count)
         ]
         return [str(one) for one in write(self.database.url, events)]
+
+    def schedule(self, *, ago: int) -> str:
+        """Schedule an event for tomorrow whose id is of so many seconds ago, and return the id."""
+        event = Event(self.kind, "key-0", "Placed", {}, event_id=an_id(ago))
+        with psycopg.connect(self.database.url) as connection:
+            return str(Outbox().add(connection, event, delay=dt.timedelta(days=1)))
+
+    def due(self) -> None:
+        """Let what is scheduled be due, and wait until it is published."""
+        self.run("UPDATE outbox.scheduled SET not_before = now()")
+        wait_until(lambda: self.rows("SELECT FROM outbox.scheduled") == [], what="the events to be moved")
+        self.published()
 
     def published(self) -> None:
         drained(self.database.url)

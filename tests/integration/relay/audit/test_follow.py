@@ -19,6 +19,7 @@ from outbox import Event, Outbox
 from relay import insights
 from relay.audit import follow
 from relay.audit.follow import Follower
+from relay.audit.transactions import Transactions
 from relay.metrics.outbox import outbox_metrics
 
 __all__ = ["order", "pipeline"]
@@ -144,7 +145,7 @@ def test_an_order_that_was_broken_minutes_apart(pipeline, monkeypatch):
     pipeline.applied(2)
     follower, minute = pipeline.follower(), int(dt.datetime.now(dt.UTC).timestamp()) // 60
     with monkeypatch.context() as patched:
-        patched.setattr(Follower, "_closed", lambda *_: minute - 8)
+        patched.setattr(Transactions, "closed", lambda *_: minute - 8)
         assert count(follower) == 0
     assert count(follower) == 1
     assert [(one["kind"], one["event_id"]) for one in verified(pipeline).differences] == [("order", second[0])]
@@ -160,7 +161,7 @@ def test_a_key_that_left_its_partition_and_came_back_minutes_later(pipeline, mon
     found = []
     for behind in range(10, 4, -1):
         with monkeypatch.context() as patched:
-            patched.setattr(Follower, "_closed", lambda *_, at=minute - behind: at)
+            patched.setattr(Transactions, "closed", lambda *_, at=minute - behind: at)
             found += [(one.kind, one.event_id) for done in follower.advance() for one in done.differences]
         follower._not_before.clear()
     # The archive says that it was published elsewhere; and its key's events stand around it.
@@ -205,13 +206,26 @@ def test_a_topic_that_is_behind_does_not_go_back(pipeline, monkeypatch, cause):
     minute = int(dt.datetime.now(dt.UTC).timestamp()) // 60
     with psycopg.connect(pipeline.database.url) as connection, monkeypatch.context() as patched:
         if cause == "the clock went back":
-            patched.setattr(Follower, "_closed", lambda *_: minute - 120)
+            patched.setattr(Transactions, "closed", lambda *_: minute - 120)
         else:
             Outbox().add(connection, Event(pipeline.kind, "key", "Placed", {}))
         assert (follower.advance(), pipeline.rows(rows)) == ([], before)
         connection.rollback()
     # The relay, which has just started, may have a transaction, too.
     wait_until(lambda: follower.advance() and pipeline.rows(rows)[1] > before[1], what="the topic to move on")
+
+
+def test_a_scheduled_event_holds_up_no_minute(pipeline):
+    """It is compared by an audit of its minute, once it is published."""
+    pipeline.sent()
+    event_id = pipeline.schedule(ago=TEN_MINUTES)
+    assert count(pipeline.follower()) == 0
+    assert behind(pipeline) < 8
+    pipeline.due()
+    again(pipeline)
+    assert (count(pipeline.follower()), counts(pipeline)) == (0, (0, 0, 0, 0))
+    pipeline.run(f"UPDATE outbox.published SET payload = '[]' WHERE event_id = '{event_id}'")
+    assert pipeline.differences() == [("payload", event_id)]
 
 
 def test_minutes_of_which_the_archive_knows_nothing_are_skipped(pipeline):
