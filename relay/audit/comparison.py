@@ -33,7 +33,7 @@ from relay.audit.findings import (
     parts,
 )
 from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
-from relay.audit.records import repeats, unknown, unlike_archived
+from relay.audit.records import kept_back, repeats, unknown, unlike_archived
 from relay.audit.sums import (
     MODULUS,
     NOTHING,
@@ -334,6 +334,8 @@ class _Comparison:
                 known |= self._unarchived(one, records, known, written)
                 for event_id, text in unknown(records, known):
                     self._differ(one, "unknown", event_id, text)
+                for event_id, text in kept_back(records, *(ids[window] - archived[window].keys() for ids in left[1:])):
+                    self._differ(one, "repeated", event_id, text)
             else:
                 one.committed = None
                 known |= records.keys() | late[window].keys()

@@ -15,6 +15,17 @@ def repeats(on_kafka: Mapping[bytes, Sequence[OnKafka]]) -> Iterator[tuple[bytes
             yield event_id, f"stands {len(records)} times: partition {places}"
 
 
+def kept_back(
+    on_kafka: Mapping[bytes, Sequence[OnKafka]], dead: Collection[bytes], discarded: Collection[bytes]
+) -> Iterator[tuple[bytes, str]]:
+    """Yield events that are on Kafka although they failed for good, each with a text."""
+    for event_id, records in on_kafka.items():
+        if event_id in dead or event_id in discarded:
+            what = "is a dead letter: a retry would send it again" if event_id in dead else "was discarded"
+            place = f"partition {records[0].place.number} offset {records[0].offset}"
+            yield event_id, f"{place} has it, and it {what}"
+
+
 def unknown(on_kafka: Mapping[bytes, Sequence[OnKafka]], known: Collection[bytes]) -> Iterator[tuple[bytes, str]]:
     for event_id, records in on_kafka.items():
         if event_id not in known:

@@ -100,6 +100,13 @@ _PLACED: Final = """(
       LEFT JOIN unnest(%(ids)s::uuid[], %(topics)s::text[], %(partitions)s::integer[], %(offsets)s::bigint[])
                 AS p(event_id, topic, partition, "offset") ON p.event_id = a.event_id)"""
 
+# Events that an operator has put back when later ones of their keys had gone out: an object whose keys are their ids.
+# Read once, and looked up by bisection, whatever the statistics say: a join may compare each event with each id.
+_OVERTAKEN: Final = """(
+    SELECT pg_catalog.jsonb_object_agg(one.event_id, true)
+      FROM {audit} CROSS JOIN LATERAL pg_catalog.jsonb_array_elements_text(details->'overtaken') AS one(event_id)
+     WHERE what = 'retry')"""
+
 # Each event whose record comes before that of an event of its key with a lower id, or is in another partition. Those
 # out of order come first.
 _ORDER: Final = """
@@ -108,7 +115,7 @@ SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset
   FROM (SELECT id, aggregate_type, aggregate_id, topic, {minute} AS minute, event_id, partition, "offset",
                lag(event_id) OVER key AS before_id, lag(partition) OVER key AS before_partition,
                lag("offset") OVER key AS before_offset
-          FROM {table} AS e WHERE topic IS NOT NULL
+          FROM {table} AS e WHERE topic IS NOT NULL AND NOT coalesce({overtaken} ? event_id::text, false)
         WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id ORDER BY id)) AS pairs
  WHERE partition <> before_partition OR "offset" < before_offset
 ORDER BY minute < %(first_minute)s, partition <> before_partition, minute, id LIMIT 20000"""
@@ -332,6 +339,8 @@ class Tables:
     def misplaced(self, places: Mapping[bytes, tuple[Partition, int]] | None = None) -> list[Misplaced]:
         """Return events that stand before one of their key with a lower id, or in another partition than that.
 
+        Without those that an operator has put back behind later ones.
+
         places   by id (16 bytes), those of events of which the archive has none.
         """
         found = []
@@ -380,7 +389,13 @@ class Tables:
 
 def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
     pieces = names | event_minute(names) | {"original": sql.SQL(_ORIGINAL), "content": content()}
-    for name, text in (("archived", _ARCHIVED), ("placed", _PLACED), ("whole", _WHOLE), ("discarded", _DISCARDED)):
+    for name, text in (
+        ("archived", _ARCHIVED),
+        ("placed", _PLACED),
+        ("whole", _WHOLE),
+        ("discarded", _DISCARDED),
+        ("overtaken", _OVERTAKEN),
+    ):
         pieces[name] = sql.SQL(text).format(**pieces)
     return pieces | {
         "ids": total("ids"),

@@ -14,7 +14,7 @@ from psycopg import errors, sql
 from psycopg.rows import dict_row
 
 from outbox.errors import NotFound, OperationRefused
-from outbox.event import DEAD_LETTER
+from outbox.event import DEAD_LETTER, REPLAY
 from relay.database import unavailable_on_error
 from relay.insights import COUNTED, read_rows, without_event
 from relay.operations.audit import note
@@ -115,7 +115,9 @@ due AS (
     SELECT lane, id, event_id, aggregate_type, aggregate_id, NOT coalesce(headers ? %(copy)s, false), 0, last_error,
            first_failed_at, dead_at, clock_timestamp() FROM gone
         ON CONFLICT (lane, id) DO UPDATE SET attempts = 0, next_attempt_at = excluded.next_attempt_at)
-SELECT event_id::text FROM gone"""
+SELECT event_id::text, NOT coalesce(headers ?| %(copies)s, false)
+       AND NOT EXISTS (SELECT FROM {failures} AS f WHERE f.lane = gone.lane AND f.id = gone.id) AS overtaken
+  FROM gone"""
 
 _HURRY: Final = """
 UPDATE {failures} SET next_attempt_at = clock_timestamp()
@@ -310,10 +312,14 @@ class DeadLetters:
         """
 
         def again(query: LiteralString, lane: int, ids: Sequence[int]) -> Sequence[str]:
-            found = self._run(query, {"lane": lane, "rows": ids, "copy": DEAD_LETTER})
+            bound = {"lane": lane, "rows": ids, "copy": DEAD_LETTER, "copies": [DEAD_LETTER, REPLAY]}
+            found = self._run(query, bound)
             event_ids = [row["event_id"] for row in found]
+            # Their keys went on without them: `outbox audit` does not expect them in order.
+            overtaken = [row["event_id"] for row in found if row.get("overtaken")]
             if event_ids:
-                note(self._connection, self._names, "retry", None, {"event_ids": event_ids})
+                details = {"event_ids": event_ids} | ({"overtaken": overtaken} if overtaken else {})
+                note(self._connection, self._names, "retry", None, details)
             return event_ids
 
         return self._change("retrying failures", _RETRIED, selection, again, progress)

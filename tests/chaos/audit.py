@@ -25,7 +25,7 @@ _SAME: Final = {
     "missing": {"lost", "unapplied"},
     "unknown": {"invented", "aborted", "misapplied"},
     "payload": {"corrupted"},
-    "repeated": {"duplicated"},
+    "repeated": {"duplicated", "dead_letters"},
     "order": {"reordered"},
     "partition": {"wrong_partition"},
 }
@@ -36,8 +36,8 @@ _FOUND_BY_BOTH: Final = {"lost": "missing", "duplicated": "repeated", "invented"
 def compare_with_audit(stage: Stage, verdict: Verdict, bound: RepeatBound, *, sure: bool) -> None:
     """Add to the verdict what the audit has found and the checker has not, or the other way round.
 
-    Repeats are no anomaly where the faults may explain them (``bound``). ``sure``: no operator has moved an event
-    behind later ones of its key, or a key to another partition.
+    Repeats are no anomaly where the faults may explain them (``bound``). ``sure``: no operator has moved a key to
+    another partition.
     """
     allowed = {"repeated"} if bound.faults else set()
     allowed |= set() if sure else {"order", "partition"}

@@ -1,0 +1,89 @@
+"""What operators do with events that could not be published, and what an audit says of it."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from audit_support import Pipeline, pipeline
+from spans import relay
+from support import order, wait_until
+from typer.testing import CliRunner
+
+from relay.cli.app import app
+
+__all__ = ["order", "pipeline"]
+
+_COLUMNS = "lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at"
+
+
+def bury(pipeline: Pipeline, event_id: str, table: str, *, held: bool = False) -> None:
+    """Make a dead letter of an event in a table; ``held``: its key waits for an operator, as with `block`."""
+    with psycopg.connect(pipeline.database.url) as connection:
+        connection.execute(
+            f"WITH gone AS (DELETE FROM outbox.{table} WHERE event_id = '{event_id}' RETURNING *) "
+            f"INSERT INTO outbox.dead_letters ({_COLUMNS}, attempts, last_error, first_failed_at) "
+            f"SELECT {_COLUMNS}, 1, 'too large', now() FROM gone"
+        )
+        if held:
+            connection.execute(
+                "INSERT INTO outbox.failures (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, "
+                "last_error, first_failed_at, last_failed_at, next_attempt_at) SELECT lane, id, event_id, "
+                "aggregate_type, aggregate_id, true, 1, 'too large', now(), now(), 'infinity' FROM outbox.dead_letters"
+            )
+
+
+def command(pipeline: Pipeline, *words: str) -> None:
+    done = CliRunner().invoke(app, ["dead-letters", *words], env=pipeline.environment)
+    assert done.exit_code == 0, done.output
+
+
+def swap(pipeline: Pipeline, one: str, other: str) -> None:
+    """Let the archive say that two events were written in the other order."""
+    pipeline.run(
+        "UPDATE outbox.published AS p SET id = other.id FROM outbox.published AS other "
+        f"WHERE (p.event_id, other.event_id) IN (('{one}', '{other}'), ('{other}', '{one}'))"
+    )
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_event_that_is_retried_behind_later_ones_of_its_key(outbox_postgres, outbox_kafka, order, held):
+    """That is no difference, unless its key has waited for it; and the others of its key are compared as ever."""
+    pipeline = Pipeline(outbox_postgres, outbox_kafka, *order)
+    pipeline.kept_before()
+    [dead] = pipeline.add(1, keys=1, ago=600)
+    bury(pipeline, dead, "events", held=held)
+    later = pipeline.add(3, keys=1, ago=600)
+    other = pipeline.add(2, keys=2, ago=600)[1]
+    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
+        sent = f"SELECT FROM outbox.published WHERE event_id = '{other if held else later[-1]}'"
+        wait_until(lambda: pipeline.rows(sent), what="what need not wait")
+        assert len(pipeline.rows("SELECT FROM outbox.events")) == (4 if held else 0)
+        assert pipeline.differences() == []
+        command(pipeline, "retry", dead)
+        pipeline.published()
+    assert pipeline.differences() == []
+    offsets = {one: pipeline.record(one).offset() for one in (dead, *later)}
+    assert (offsets[dead] > offsets[later[-1]]) != held
+    if held:
+        swap(pipeline, dead, later[0])
+        assert pipeline.differences() == [("order", dead)]
+    else:
+        swap(pipeline, later[1], later[2])
+        assert pipeline.differences() == [("order", later[1])]
+
+
+def test_an_event_that_is_on_kafka_and_failed_for_good(pipeline):
+    """A relay that died may have published it before the topic refused it."""
+    ids = pipeline.sent(5)
+    [(archived,)] = pipeline.rows(f"SELECT p::text FROM outbox.published AS p WHERE event_id = '{ids[3]}'")
+    bury(pipeline, ids[3], "published")
+    assert pipeline.differences() == [("repeated", ids[3])]
+    assert "is a dead letter" in pipeline.audit()[1]["differences"][0]["text"]
+    command(pipeline, "discard", ids[3], "--reason", "known")
+    assert pipeline.differences() == [("repeated", ids[3])]
+    assert "was discarded" in pipeline.audit()[1]["differences"][0]["text"]
+    # As if its contents had been taken from the audit, and sent again.
+    with psycopg.connect(pipeline.database.url) as connection:
+        connection.execute("INSERT INTO outbox.published SELECT (%s::outbox.published).*", (archived,))
+    pipeline.repeat(ids[0])
+    assert pipeline.differences() == [("repeated", ids[0])]
