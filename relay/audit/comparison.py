@@ -137,14 +137,20 @@ class _Comparison:
         for window, some in scheduled.items():
             found[window].scheduled = some.events
         self._compare_groups(found, cells, groups, applied)
+        lost = list(given_up(groups, cells))
+        for window, _, _ in lost:
+            if found[window].state != EXPIRED:
+                found[window].state = DIFFERENT
         self._one_by_one(found)
         if self._placed:
             # Their places are on Kafka only.
             with self._tables.snapshot():
                 misplaced = self._tables.misplaced(self._placed)
         self._order(misplaced, found)
-        for window, name, text in given_up(groups, cells):
-            self._differ(found[window], "missing", None, text, name)
+        for window, group, text in lost:
+            # Of the others each event is named.
+            if found[window].state == EXPIRED or group.forgot(window.minute):
+                self._differ(found[window], "missing", None, text, group.name)
         for one in found.values():
             if (one.state == EQUAL and self._under_way(one)) or (one.state == EXPIRED and one.waiting):
                 one.state = OPEN
@@ -455,24 +461,11 @@ class _Comparison:
                 passed = [record for record in records if record.offset < group.positions.get(record.place, 0)]
                 if not passed:
                     count.waiting += 1
-                elif not group.remembers:
-                    continue
                 elif event_id in applied:
                     count.applied = (count.applied or 0) + 1
                     count.hashes = (count.hashes + hash_of(self._key, event_id)) % MODULUS
-                elif group.name not in self._scope.partial and not any(
-                    (record.place, record.offset) in excused for record in passed
-                ):
-                    record = passed[0]
-                    self._differ(
-                        one,
-                        "missing",
-                        event_id,
-                        f"the group is beyond partition {record.place.number} offset {record.offset}, and has no id "
-                        f"and no dead letter of it. If its job leaves events out, give --partial {group.name}; events "
-                        "from before the group's beginning are missing too",
-                        group.name,
-                    )
+                elif text := group.lacks(passed, excused, partial=group.name in self._scope.partial):
+                    self._differ(one, "missing", event_id, text, group.name)
         if not mine or not group.remembers or not self._reads_only_ours(group):
             return
         known = self._topics.copies.union(self._deleted, *on_kafka.values(), *late.values())

@@ -75,6 +75,10 @@ class WindowAudit:
     groups: dict[str, GroupCount] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
 
+    def passed(self, group: str) -> int:
+        """Return how many events on Kafka are before a group's position, whether it has applied them or not."""
+        return self.kafka - self.groups[group].waiting
+
     @property
     def empty(self) -> bool:
         counts = (self.committed, self.kafka, self.waiting, self.dead, self.discarded, self.scheduled)

@@ -18,7 +18,7 @@ from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
 from relay.audit.findings import STATEMENT_SECONDS
 from relay.audit.sums import HAS_TIME, MINUTE, Sum, Window, first_id, halves, minute_start, reduced, total
-from relay.audit.topics import Cell
+from relay.audit.topics import Cell, OnKafka
 from relay.database import one_snapshot
 from relay.kafka.offsets import Partition
 
@@ -91,6 +91,24 @@ class Group:
     positions: dict[Partition, int] = field(default_factory=dict)
     reads: set[str] = field(default_factory=set)
     given_up: dict[Partition, list[range]] = field(default_factory=lambda: defaultdict(list))
+
+    def lacks(
+        self, passed: Sequence[OnKafka], excused: Collection[tuple[Partition, int]], *, partial: bool
+    ) -> str | None:
+        """Return why an event is missing whose records it has passed, and whose id it has not; None if it need not.
+
+        excused  places of dead letters. ``partial``: it leaves events out on purpose.
+        """
+        place, offset = passed[0].place, passed[0].offset
+        if any(offset in lost for lost in self.given_up.get(place, ())):
+            return f"the group has given up {_shown(range(offset, offset + 1), place)}"
+        if not self.remembers or partial or any((one.place, one.offset) in excused for one in passed):
+            return None
+        return (
+            f"the group is beyond partition {place.number} offset {offset}, and has no id and no dead letter of it. If "
+            f"its job leaves events out, give --partial {self.name}; events from before the group's beginning are "
+            "missing too"
+        )
 
     def forgot(self, minute: int) -> bool:
         """Return whether the ids of a minute may have been deleted."""
@@ -207,14 +225,15 @@ def with_applied(
 
 def given_up(
     groups: Collection[Group], cells: Mapping[tuple[Partition, int], Cell]
-) -> Iterator[tuple[Window, str, str]]:
-    """Yield each window in which a group has given messages up, with the group and what these are."""
+) -> Iterator[tuple[Window, Group, str]]:
+    """Yield each window in which a group may have given messages up, with the group and what these are."""
     for group in groups:
         for (place, minute), cell in cells.items():
             for lost in group.given_up.get(place, ()):
                 if lost.start <= cell.last and lost.stop > cell.first:
-                    text = (
-                        f"the group has given up offsets {lost.start} to {lost.stop - 1} of partition {place.number} "
-                        "(at-most-once): see `outbox offsets show`"
-                    )
-                    yield Window(place.topic, minute), group.name, text
+                    yield Window(place.topic, minute), group, f"the group has given up {_shown(lost, place)}"
+
+
+def _shown(lost: range, place: Partition) -> str:
+    offsets = f"offset {lost.start}" if len(lost) == 1 else f"offsets {lost.start} to {lost.stop - 1}"
+    return f"partition {place.number} {offsets} (at-most-once): see `outbox offsets show`"

@@ -1,7 +1,7 @@
 """The ledger: what was committed, counted by the database itself as it is written.
 
-The archive is written by the relay. The ledger is not: a trigger on ``events`` adds one row for each INSERT statement,
-with the number of events of each aggregate type and minute, and the sum of their hashes. Rows are never updated, so
+The archive is written by the relay. The ledger is not: a trigger on ``events`` adds for each INSERT statement one row
+of each aggregate type and minute, with the number of its events and the sum of their hashes. Rows are never updated, so
 writers do not wait for each other. It is optional, because it costs writers a little (see docs/operations/audit.md).
 `outbox db prune` adds rows of one minute up, and deletes old ones.
 

@@ -153,12 +153,13 @@ def _row(topic: str, state: str, windows: list[WindowAudit], names: Iterable[str
 
 
 def _applied(windows: list[WindowAudit], name: str) -> str:
-    counts = [one.groups[name] for one in windows if name in one.groups]
+    windows = [one for one in windows if name in one.groups]
+    counts = [one.groups[name] for one in windows]
     if not counts:
         return ""
     waiting = sum(count.waiting for count in counts)
     applied = [count.applied for count in counts if count.applied is not None]
-    text = f"{sum(applied):,}" if applied else "?"
+    text = f"{sum(applied):,}" if applied else f"{sum(one.passed(name) for one in windows):,} passed"
     return text if not waiting else f"{text}, {waiting:,} wait"
 
 
@@ -173,7 +174,8 @@ def _as_dict(found: Audit) -> dict[str, Any]:
                 "state": one.state,
                 **{name: getattr(one, name) for name in _COUNTS},
                 "groups": {
-                    name: {"applied": count.applied, "waiting": count.waiting} for name, count in one.groups.items()
+                    name: {"applied": count.applied, "passed": one.passed(name), "waiting": count.waiting}
+                    for name, count in one.groups.items()
                 },
             }
             for one in found.windows

@@ -85,9 +85,9 @@ def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
     status, found = pipeline.audit()
     assert status == 1
     [one] = found["differences"]
-    assert (one["kind"], one["event_id"], one["group"]) == ("missing", None, pipeline.group)
+    assert (one["kind"], one["event_id"], one["group"]) == ("missing", ids[0], pipeline.group)
     record = pipeline.record(ids[0])
-    place = f"offsets {record.offset()} to {record.offset()} of partition {record.partition()}"
+    place = f"partition {record.partition()} offset {record.offset()}"
     assert f"the group has given up {place} (at-most-once)" in one["text"]
     # Its id is remembered, so that a repeat does not come late.
     traced = CliRunner().invoke(app, ["trace", ids[0], "--json"], env=pipeline.environment)
@@ -114,8 +114,12 @@ def test_ids_without_a_time_tombstones_bytes_and_repeats_of_the_key(pipeline):
     assert sum(one["groups"][pipeline.group]["applied"] for one in found["windows"]) == 5
 
 
-def test_of_a_group_with_a_key_only_the_positions_are_compared(pipeline):
-    """It remembers ids that are made of keys, and none of a second event of its key."""
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [("DedupByKey", {"key": "idempotency-key"}), ("OffsetsOnly", {"dedup": False})],
+)
+def test_of_a_group_that_keeps_no_ids_of_events_only_the_positions_are_compared(pipeline, strategy, options):
+    """With a key it remembers ids that are made of keys, and none of a second event of its key."""
     keys = ["request 1", "request 1", "request 2", None]
     ids = write(pipeline.database.url, [Event(pipeline.kind, "k", "Paid", {}, idempotency_key=key) for key in keys])
     pipeline.published()
@@ -124,10 +128,14 @@ def test_of_a_group_with_a_key_only_the_positions_are_compared(pipeline):
         if ("idempotency-key", b"request 2") in message.headers():
             raise Reject("no")
 
-    pipeline.applied(len(keys), handler, key="idempotency-key", on_failure="dead-letter")
-    assert pipeline.rows("SELECT strategy FROM consumer.groups") == [("DedupByKey",)]
+    pipeline.applied(len(keys), handler, on_failure="dead-letter", **options)
+    assert pipeline.rows("SELECT strategy FROM consumer.groups") == [(strategy,)]
     status, found = pipeline.audit()
     assert (status, found["differences"]) == (0, []), found
+    counts = [one["groups"][pipeline.group] for one in found["windows"]]
+    assert {count["applied"] for count in counts} == {None}
+    assert [sum(count[name] for count in counts) for name in ("passed", "waiting")] == [len(keys), 0]
+    assert "4 passed" in CliRunner().invoke(app, ["audit"], env=pipeline.environment).stdout
     assert any(f"group {pipeline.group} does not keep the id of each event" in note for note in found["notes"])
     states = []
     for one in ids:
