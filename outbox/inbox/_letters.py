@@ -47,10 +47,19 @@ WITH RECURSIVE found AS (
 letter AS (SELECT * FROM found LIMIT %(most)s)
 SELECT hash, CASE WHEN ({earlier}) IS NULL THEN coalesce(({retried}) > id, true) ELSE false END FROM letter"""
 # Messages that were put behind a dead letter while that was being retried or discarded: they would wait forever.
+# Without those that would be held back again: a partition's messages wait while any of its letters is retried.
 _RELEASE: Final = """
+WITH first AS MATERIALIZED (
+    SELECT letter.*, ({unsettled}) AS id
+      FROM (SELECT DISTINCT topic, topic_id, part, pg_catalog.sha256(message_key) AS hash FROM {dead_letters}
+             WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
+               AND pg_catalog.sha256(message_key) = ANY(%(hashes)s)) AS letter)
 UPDATE {dead_letters} AS letter SET state = 'retry'
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
-   AND pg_catalog.sha256(message_key) = ANY(%(hashes)s) AND ({earlier}) IS NULL"""
+  FROM first
+ WHERE letter.grp = %(grp)s AND letter.topic = first.topic AND letter.part = first.part
+   AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
+   AND letter.state = 'dead' AND letter.reason = 'behind' AND coalesce(first.id > letter.id, true)
+   AND ({earlier}) IS NULL"""
 # Of those to be retried an earlier one of the key may be in another partition, where another member retries it.
 _HOLD_BACK: Final = """
 WITH page AS MATERIALIZED (
@@ -131,9 +140,8 @@ class Letters(DeadLetterStore):
         values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
         rows = self._ask(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
         hashes = [hash_ for hash_, free in rows if free]
-        if hashes:
-            self._ask(connection, _RELEASE, **values, hashes=hashes)
-        return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
+        released = self._ask(connection, _RELEASE, **values, hashes=hashes).rowcount if hashes else 0
+        return released > 0, bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
     def hold_back(self, connection: psycopg.Connection[Any], partition: Partition, most: int) -> int:
         """Put behind others what is to be retried when an earlier one of its key, in another partition, goes first.
