@@ -73,6 +73,15 @@ UPDATE {dead_letters} AS letter SET state = 'dead', reason = 'behind', error = %
  WHERE first.id IS NOT NULL AND letter.grp = %(grp)s AND letter.topic = first.topic
    AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
    AND letter.part = first.part AND letter.state <> 'dead' AND letter.id > first.id"""
+# A topic that was created again may have fewer partitions, and the group has none of the others since.
+_GONE: Final = """
+SELECT DISTINCT topic, part, (
+       SELECT pg_catalog.min(first.part) FROM {offsets} AS first
+        WHERE first.grp = %(grp)s AND first.topic = letter.topic)
+  FROM {dead_letters} AS letter
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND NOT EXISTS (
+       SELECT FROM {offsets} AS known
+        WHERE known.grp = %(grp)s AND known.topic = letter.topic AND known.part = letter.part)"""
 _WAITING: Final = """
 SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset, letter.message_key,
        letter.message_value, letter.message_headers, letter.message_time
@@ -118,6 +127,11 @@ class Letters(DeadLetterStore):
     def keys(self, connection: psycopg.Connection[Any], topic: str) -> set[bytes]:
         """Return the keys of a topic's dead letters: later messages of these wait behind them."""
         return {bytes(key) for _, key in self._ask(connection, KEYS, topics=[topic])}
+
+    def gone(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[Partition, Partition]:
+        """Return partitions with dead letters that the group no longer has, and for each the topic's first one."""
+        rows = self._ask(connection, _GONE, topics=list(topics))
+        return {(topic, part): (topic, first) for topic, part, first in rows}
 
     def by_index(self, connection: psycopg.Connection[Any]) -> None:
         """Keep this transaction's plans to the indexes. To be called before the methods that look for changes."""
