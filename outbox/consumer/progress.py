@@ -20,14 +20,19 @@ SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
        o.applied, o.duplicates, o.dead, coalesce(d.dead, 0) AS dead_letters, coalesce(d.retry, 0) AS retrying,
        o.updated_at, extract(epoch FROM o.updated_at)::float8 AS moved, g.generation, g.owner, g.taken_at
   FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp
-  LEFT JOIN ({letters}) AS d
+  LEFT JOIN (
+       SELECT l.grp, l.topic, coalesce(known.part, (
+              SELECT min(part) FROM {offsets} AS first WHERE first.grp = l.grp AND first.topic = l.topic)) AS part,
+              sum(l.dead)::bigint AS dead, sum(l.retry)::bigint AS retry
+         FROM ({letters}) AS l LEFT JOIN {offsets} AS known USING (grp, topic, part)
+        GROUP BY 1, 2, 3) AS d
     ON d.grp = o.grp AND d.topic = o.topic AND d.part = o.part
  WHERE %(grp)s::text IS NULL OR g.grp = %(grp)s
  ORDER BY g.grp, o.topic, o.part"""
 """A row for each partition of each group; one with NULLs for a group that has no partition yet.
 
 ``dead`` counts every message that ever became a dead letter, ``dead_letters`` those that now wait for an operator, and
-``retrying`` those that the next round retries.
+``retrying`` those that the next round retries. Those of partitions that the topic no longer has count with its first.
 """
 
 LETTERS: Final = """

@@ -32,7 +32,6 @@ class Assigned:
     letters_first  its dead letters are retried before its messages.
     cut_off       Kafka does not have what comes behind the queue.
     shown         the position that Kafka's own tools were shown.
-    released      how far the keys of its dead letters were looked at; see Letters.release.
     """
 
     partition: Partition
@@ -53,7 +52,6 @@ class Assigned:
     letters_first: bool = False
     cut_off: bool = False
     shown: int = -1
-    released: bytes = b""
     paused: bool = False
 
     @property

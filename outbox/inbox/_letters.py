@@ -47,10 +47,19 @@ WITH RECURSIVE found AS (
 letter AS (SELECT * FROM found LIMIT %(most)s)
 SELECT hash, CASE WHEN ({earlier}) IS NULL THEN coalesce(({retried}) > id, true) ELSE false END FROM letter"""
 # Messages that were put behind a dead letter while that was being retried or discarded: they would wait forever.
+# Without those that would be held back again: a partition's messages wait while any of its letters is retried.
 _RELEASE: Final = """
+WITH first AS MATERIALIZED (
+    SELECT letter.*, ({unsettled}) AS id
+      FROM (SELECT DISTINCT topic, topic_id, part, pg_catalog.sha256(message_key) AS hash FROM {dead_letters}
+             WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
+               AND pg_catalog.sha256(message_key) = ANY(%(hashes)s)) AS letter)
 UPDATE {dead_letters} AS letter SET state = 'retry'
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
-   AND pg_catalog.sha256(message_key) = ANY(%(hashes)s) AND ({earlier}) IS NULL"""
+  FROM first
+ WHERE letter.grp = %(grp)s AND letter.topic = first.topic AND letter.part = first.part
+   AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
+   AND letter.state = 'dead' AND letter.reason = 'behind' AND coalesce(first.id > letter.id, true)
+   AND ({earlier}) IS NULL"""
 # Of those to be retried an earlier one of the key may be in another partition, where another member retries it.
 _HOLD_BACK: Final = """
 WITH page AS MATERIALIZED (
@@ -64,6 +73,15 @@ UPDATE {dead_letters} AS letter SET state = 'dead', reason = 'behind', error = %
  WHERE first.id IS NOT NULL AND letter.grp = %(grp)s AND letter.topic = first.topic
    AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
    AND letter.part = first.part AND letter.state <> 'dead' AND letter.id > first.id"""
+# A topic that was created again may have fewer partitions, and the group has none of the others since.
+_GONE: Final = """
+SELECT DISTINCT topic, part, (
+       SELECT pg_catalog.min(first.part) FROM {offsets} AS first
+        WHERE first.grp = %(grp)s AND first.topic = letter.topic)
+  FROM {dead_letters} AS letter
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND NOT EXISTS (
+       SELECT FROM {offsets} AS known
+        WHERE known.grp = %(grp)s AND known.topic = letter.topic AND known.part = letter.part)"""
 _WAITING: Final = """
 SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset, letter.message_key,
        letter.message_value, letter.message_headers, letter.message_time
@@ -110,6 +128,11 @@ class Letters(DeadLetterStore):
         """Return the keys of a topic's dead letters: later messages of these wait behind them."""
         return {bytes(key) for _, key in self._ask(connection, KEYS, topics=[topic])}
 
+    def gone(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[Partition, Partition]:
+        """Return partitions with dead letters that the group no longer has, and for each the topic's first one."""
+        rows = self._ask(connection, _GONE, topics=list(topics))
+        return {(topic, part): (topic, first) for topic, part, first in rows}
+
     def by_index(self, connection: psycopg.Connection[Any]) -> None:
         """Keep this transaction's plans to the indexes. To be called before the methods that look for changes."""
         self._ask(connection, BY_INDEX)
@@ -131,9 +154,8 @@ class Letters(DeadLetterStore):
         values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
         rows = self._ask(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
         hashes = [hash_ for hash_, free in rows if free]
-        if hashes:
-            self._ask(connection, _RELEASE, **values, hashes=hashes)
-        return bool(hashes), bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
+        released = self._ask(connection, _RELEASE, **values, hashes=hashes).rowcount if hashes else 0
+        return released > 0, bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
     def hold_back(self, connection: psycopg.Connection[Any], partition: Partition, most: int) -> int:
         """Put behind others what is to be retried when an earlier one of its key, in another partition, goes first.

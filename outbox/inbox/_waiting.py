@@ -28,6 +28,9 @@ class WaitingLetters:
     The keys are read at a claim, after retries, and from time to time. In between there may be too many: a message that
     is put behind nothing is released with the next upkeep. Of those that another member adds some may be missing: they
     are of keys that have moved from its partitions.
+
+    Those of partitions that the group no longer has are retried by the member that has the topic's first one, under its
+    claim. Should two members do so, each letter is locked by one of them.
     """
 
     def __init__(self, letters: Letters, session: Session, applier: Applier) -> None:
@@ -36,12 +39,17 @@ class WaitingLetters:
         self._applier = applier
         # Of each topic, one set for all partitions.
         self.keys: dict[str, set[bytes]] = {}
+        self._gone: dict[Partition, Partition] = {}
+        # How far the keys of each partition's dead letters were looked at; see Letters.release.
+        self._released: dict[Partition, bytes] = {}
         self._read_at = self._retried_at = 0.0
 
     def read(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[str, set[bytes]]:
         """Read all keys of topics, in the transaction of a claim. The result is for ``know``."""
         began = time.monotonic()
         found = {topic: self._letters.keys(connection, topic) for topic in topics}
+        others = {partition: first for partition, first in self._gone.items() if partition[0] not in topics}
+        self._gone = others | self._letters.gone(connection, topics)
         ended = time.monotonic()
         self._read_at = ended + (ended - began) / _PART_OF_TIME
         self._retried_at = ended + (ended - began) / _PART_WHILE_RETRYING
@@ -65,30 +73,31 @@ class WaitingLetters:
         """
         if not parts:
             return
+        claims = {partition: parts[first] for partition, first in self._gone.items() if first in parts} | dict(parts)
         with self._session.transaction() as connection:
             self._letters.by_index(connection)
-            waiting, behind = self._letters.with_letters(connection, parts.keys())
+            waiting, behind = self._letters.with_letters(connection, claims.keys())
             for partition in behind:
-                part = parts[partition]
-                released, part.released = self._letters.release(connection, partition, part.released)
+                after = self._released.get(partition, b"")
+                released, self._released[partition] = self._letters.release(connection, partition, after)
                 if released:
                     waiting.add(partition)
         for partition in waiting:
-            parts[partition].letters_first = True
+            claims[partition].letters_first = True
         held = any(part.letters_first for part in parts.values())
-        self._retry({partition: parts[partition] for partition in sorted(waiting)}, go_on)
+        self._retry({partition: claims[partition] for partition in sorted(waiting)}, go_on)
         if time.monotonic() >= (self._retried_at if held else self._read_at):
             with self._session.transaction() as connection:
                 keys = self.read(connection, self.keys)
             self.know(keys)
             # Not before the keys are known: messages would be put behind letters that are gone.
-            for partition in parts.keys() - waiting:
+            for partition in parts.keys() - {claims[one].partition for one in waiting}:
                 parts[partition].letters_first = False
 
-    def _retry(self, parts: Mapping[Partition, Assigned], go_on: Callable[[], bool]) -> None:
-        """Retry a dead letter of each partition in turn."""
-        left = deque(parts)
-        looked_at = dict.fromkeys(parts, 0)
+    def _retry(self, claims: Mapping[Partition, Assigned], go_on: Callable[[], bool]) -> None:
+        """Retry a dead letter of each partition in turn, each under its claim."""
+        left = deque(claims)
+        looked_at = dict.fromkeys(claims, 0)
         while left:
             partition = left[0]
             if not looked_at[partition]:
@@ -96,7 +105,7 @@ class WaitingLetters:
                     self._letters.by_index(connection)
                     held_back = self._letters.hold_back(connection, partition, _LOOKED_AT)
                 looked_at[partition] = max(_LOOKED_AT - held_back, 0)
-            elif parts[partition].position is not None and self._applier.retry(parts[partition]):
+            elif claims[partition].position is not None and self._applier.retry(claims[partition], partition):
                 looked_at[partition] -= 1
                 left.rotate(-1)
             else:

@@ -3,7 +3,8 @@
 When a topic gets partitions, keys move: into these, and between the others unless the count is multiplied. Where a key
 was before, there may be earlier messages of it, so the ends of the others are noted twice: when an added partition is
 first seen, and when it first has messages. While some partition has not been read to such an end, no other is read
-beyond its own, and an added one is not read at all.
+beyond its own, and an added one is not read at all. Each note is at least the earlier ones, or partitions would wait
+for each other.
 
 | what happens                              | what follows                                                          |
 |-------------------------------------------|-----------------------------------------------------------------------|
@@ -107,7 +108,7 @@ class AddedPartitions:
         self._noted = {one: ends for one, ends in self._noted.items() if one not in stored}
         if not self._noted.keys() >= set(added):
             found = self._store.added_ends(topic_ids)
-            self._noted = {one: ends for one, ends in found.items() if one not in stored} | self._noted
+            self._noted = _in_order({one: ends for one, ends in found.items() if one not in stored} | self._noted)
         changed: dict[Partition, AddedEnds] = {}
         later: Mapping[Partition, int] | None = None
         for one in added:
@@ -116,7 +117,7 @@ class AddedPartitions:
             if bounds[one].end == 0 and one not in self._noted:
                 # One without a leader has no end now.
                 if bounds.keys() >= set(of_others):
-                    changed[one] = AddedEnds({at: bounds[at].end for at in of_others}, {})
+                    changed[one] = AddedEnds(self._at_least_noted({at: bounds[at].end for at in of_others}), {})
             elif bounds[one].end > 0 and not here.ends:
                 if later is None:
                     # The ends after the partition was seen with messages. High watermarks, because messages of open
@@ -125,8 +126,34 @@ class AddedPartitions:
                     later = {at: there.high_watermark or there.end for at, there in looked.items()}
                 before = here.before
                 if not unreached(before, stored):
-                    before = {at: self._last_seen[at] for at in of_others if at in self._last_seen}
-                changed[one] = AddedEnds(before, {at: later[at] for at in of_others if at in later})
+                    seen = {at: self._last_seen[at] for at in of_others if at in self._last_seen}
+                    before = self._at_least_noted(seen)
+                ends = {at: later[at] for at in of_others if at in later}
+                changed[one] = AddedEnds(before, self._at_least_noted(ends))
         if changed:
             self._noted |= changed
             self._store.note_added(self._noted, topic_ids, generation)
+
+    def _at_least_noted(self, ends: Mapping[Partition, int]) -> dict[Partition, int]:
+        """Return ends, none below an earlier one, which may have what a transaction hides, or a log that was cut."""
+        noted = [end for one in self._noted.values() for end in (one.before, one.ends)]
+        return _highest(ends, [*noted, self._last_seen])
+
+
+def _highest(ends: Mapping[Partition, int], others: Sequence[Mapping[Partition, int]]) -> dict[Partition, int]:
+    """Return the highest end of each partition of ``ends``."""
+    return {at: max([end, *(one.get(at, 0) for one in others)]) for at, end in ends.items()}
+
+
+def _in_order(noted: Mapping[Partition, AddedEnds]) -> dict[Partition, AddedEnds]:
+    """Return stored ends, each at least the earlier ones: drivers used to store others, and their groups stand still.
+
+    They noted ``before`` without what open transactions hide, and ``ends`` with it. So where neither is at least the
+    other, ``ends`` is the earlier one.
+    """
+
+    def ordered(before: Mapping[Partition, int]) -> dict[Partition, int]:
+        lower = [one.ends for one in noted.values() if any(before.get(at, 0) > end for at, end in one.ends.items())]
+        return _highest(before, lower)
+
+    return {one: AddedEnds(ordered(there.before), there.ends) for one, there in noted.items()}

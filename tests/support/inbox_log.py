@@ -10,7 +10,9 @@ import psycopg
 import pytest
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
 from inbox_support import Log
+from support import wait_until
 
 from outbox.inbox import _member
 
@@ -59,3 +61,21 @@ def losing(log: Log, lost: Callable[[], bool]) -> Callable[[], psycopg.Connectio
         return connection
 
     return connect
+
+
+def accept(log: Log) -> None:
+    command = ["offsets", "reset", log.group, "--topic", log.topic, "--to", "loss", "--reason", "accounted for"]
+    found = log.command(*command)
+    assert found.exit_code == 0, found.output
+
+
+def recreate(log: Log, partitions: int = 1) -> None:
+    """Delete the topic, and create it again."""
+    admin = AdminClient({"bootstrap.servers": log.servers})
+    admin.delete_topics([log.topic], operation_timeout=30)[log.topic].result(30)
+
+    def created() -> bool:
+        future = admin.create_topics([NewTopic(log.topic, partitions)], operation_timeout=30)[log.topic]
+        return future.exception(30) is None
+
+    wait_until(created, what="the topic")

@@ -149,6 +149,16 @@ def test_an_earlier_one_of_the_topic_as_it_was_before_goes_first(bench, side):
     assert [one for one in retried(bench, side) if one != 3] == [1, 2]
 
 
+def test_those_of_a_partition_that_the_group_no_longer_has_are_retried(bench, side):
+    """The topic was created again with fewer partitions, and the key has moved."""
+    for number, at, part in ((1, BEGIN, 1), (2, BEGIN + 1, 1), (3, BEGIN, 0)):
+        side.bury(Message(number, at, part))
+    bench.run("UPDATE consumer.dead_letters SET part = 7, topic_id = 'before' WHERE part = 1")
+    another = bench.side()
+    another.claim()
+    assert retried(bench, another) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("parts", [(1, 0, 1, 0), (0, 1, 0, 1)])
 def test_a_key_that_has_moved_is_retried_in_its_order(bench, side, parts):
     """Each partition begins with its own first one, and the key goes to and fro between two."""

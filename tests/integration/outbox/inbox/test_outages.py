@@ -8,8 +8,8 @@ from typing import Any
 
 import psycopg
 from confluent_kafka import TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
-from inbox_log import _quick, keys, log, losing
+from confluent_kafka.admin import AdminClient
+from inbox_log import _quick, accept, keys, log, losing, recreate
 from inbox_support import Log, apply
 from proxy import TcpProxy
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -122,12 +122,6 @@ def losses(log: Log) -> list[Any]:
     return log.run(query, log.group)
 
 
-def accept(log: Log) -> None:
-    command = ["offsets", "reset", log.group, "--topic", log.topic, "--to", "loss", "--reason", "accounted for"]
-    found = log.command(*command)
-    assert found.exit_code == 0, found.output
-
-
 def test_messages_that_retention_has_removed_are_an_error_and_no_jump(log):
     log.produce(keys(20))
     with log.consuming() as running:
@@ -200,14 +194,3 @@ def test_a_topic_that_is_created_again_while_it_runs(log, monkeypatch):
         error = running.error()
     assert isinstance(error, TopicReplaced)
     assert log.positions() == {0: 20}
-
-
-def recreate(log: Log) -> None:
-    admin = AdminClient({"bootstrap.servers": log.servers})
-    admin.delete_topics([log.topic], operation_timeout=30)[log.topic].result(30)
-
-    def created() -> bool:
-        future = admin.create_topics([NewTopic(log.topic, 1)], operation_timeout=30)[log.topic]
-        return future.exception(30) is None
-
-    wait_until(created, what="the topic")

@@ -9,9 +9,12 @@ import pytest
 
 from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
 from spark_jobs.driver.added_partitions import AddedPartitions
+from spark_jobs.driver.planner import limited
 from spark_jobs.postgres.group_store import AddedEnds
 
-OLD, OTHER, NEW = ("t", 0), ("t", 1), ("t", 2)
+OLD, OTHER, NEW, NEXT = ("t", 0), ("t", 1), ("t", 2), ("t", 3)
+Hidden = tuple[int, int]
+"""Where a partition ends for a reader, and with what an open transaction hides."""
 
 
 class Servers:
@@ -42,11 +45,24 @@ class Driver:
             self.servers, self.servers, ["t"], lambda _, figures: self.reports.append(figures["partitions"])
         )
 
-    def look(self, ends: list[int], offsets: list[int]) -> tuple[list[Partition], dict[Partition, int]]:
-        bounds = {("t", part): OffsetBounds(0, end, end) for part, end in enumerate(ends)}
+    def look(self, ends: list[int | Hidden], offsets: list[int]) -> tuple[list[Partition], dict[Partition, int]]:
+        tops = [(end, end) if isinstance(end, int) else end for end in ends]
+        self.servers.bounds = {("t", part): OffsetBounds(0, end, top) for part, (end, top) in enumerate(tops)}
         stored = {("t", part): StoredOffset("id", offset) for part, offset in enumerate(offsets)}
-        self.servers.bounds = bounds
-        return self.added.ready(sorted(bounds.keys() - stored.keys()), stored, bounds, {"t": "id"}, 1)
+        new = sorted(self.servers.bounds.keys() - stored.keys())
+        return self.added.ready(new, stored, self.bounds(), {"t": "id"}, 1)
+
+    def bounds(self) -> dict[Partition, OffsetBounds]:
+        """What a look without high watermarks finds."""
+        return {one: OffsetBounds(there.first, there.end) for one, there in self.servers.bounds.items()}
+
+    def read(self, ends: list[int | Hidden], offsets: list[int]) -> list[int]:
+        """Give the offsets after a round that reads as far as the look allows."""
+        new, limits = self.look(ends, offsets)
+        offsets = offsets + [0] * len(new)
+        stored = {("t", part): StoredOffset("id", offset) for part, offset in enumerate(offsets)}
+        there = limited(self.bounds(), limits, stored)
+        return [there["t", part].end for part in range(len(offsets))]
 
 
 @pytest.mark.parametrize(
@@ -118,3 +134,61 @@ def test_one_that_had_messages_when_it_was_first_seen():
     driver.look([100, 10], [20, 10])
     assert driver.look([120, 13, 1], [30, 10]) == ([], {OLD: 100, OTHER: 10})
     assert Driver().look([120, 13, 1], [30, 10]) == ([], {OLD: 120, OTHER: 13})
+
+
+OPEN = (5, 10)
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        pytest.param([[5, 5, 0, 0], [OPEN, 5, 3, 0], [OPEN, 8, 3, 0], [OPEN, 9, 3, 1]], id="two are added"),
+        pytest.param([[5, 5, 0], [OPEN, 5, 3], [OPEN, 8, 3, 0], [OPEN, 9, 3, 1]], id="more while one waits"),
+        pytest.param([[5, 5, 0], [OPEN, 5, 3], [OPEN, 8, 3, 0], [OPEN, 9, 3, 0]], id="more, without messages"),
+        # It grows again beyond the end that was noted first.
+        pytest.param([[5, 5, 0, 0], [OPEN, 5, 3, 0], [(5, 7), 8, 3, 0], [(5, 7), 9, 3, 1]], id="a log that was cut"),
+    ],
+)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_they_wait_for_does_not_make_the_others_wait_for_each_other_for_ever(looks, restarted):
+    """The ends that two added partitions wait for are noted with and without what an open transaction hides."""
+    driver, offsets = Driver(), [5, 5]
+    for ends in looks:
+        offsets = driver.read(ends, offsets)
+    if restarted:
+        driver = Driver(driver.servers.noted)
+    ends = [12, *looks[-1][1:]]
+    first = driver.read(ends, offsets)
+    # What was hidden came before what the second one has got since.
+    assert first[1] == 5
+    rounds = [first]
+    while len(rounds) < 10 and rounds[-1] != ends:
+        rounds.append(driver.read(ends, rounds[-1]))
+    assert rounds[-1][:3] == [12, 9, 3]
+    assert rounds[-1][3:] == ([1] if ends[3] else [])
+
+
+def test_a_log_that_was_cut_while_the_added_one_got_its_first_messages():
+    driver = Driver()
+    driver.look([5, 5, 0], [5, 5])
+    driver.look([10, 8, 0], [5, 5])
+    assert driver.look([6, 9, 1], [6, 8]) == ([], {OLD: 6, OTHER: 9})
+    # It grows again.
+    assert driver.look([7, 9, 1], [6, 8]) == ([], {OLD: 7, OTHER: 8})
+    assert driver.look([7, 9, 1], [7, 8]) == ([], {OLD: 7, OTHER: 9})
+    assert driver.look([7, 9, 1], [7, 9]) == ([NEW], {})
+
+
+def test_a_group_that_stood_still_goes_on():
+    """With ends that a driver has stored which did not keep them in one order."""
+    stuck = {
+        NEW: AddedEnds({OLD: 5, OTHER: 5}, {OLD: 10, OTHER: 5}),
+        NEXT: AddedEnds({OLD: 5, OTHER: 8}, {OLD: 10, OTHER: 9}),
+    }
+    ends: list[int | Hidden] = [12, 9, 3, 1]
+    driver, offsets = Driver(stuck), [5, 5]
+    offsets = driver.read(ends, offsets)
+    assert offsets == [10, 5]
+    for _ in range(3):
+        offsets = driver.read(ends, offsets)
+    assert offsets == ends

@@ -1,0 +1,95 @@
+"""A key whose dead letters are in another partition than its messages: it waits for them, and nothing else does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from inbox_log import _quick, accept, recreate
+from inbox_support import Log, apply
+
+from outbox.consumer.admin.status import read_counts
+from outbox.inbox import Reject, TopicReplaced
+from outbox.inbox._letters import Letters
+
+__all__ = ["_quick"]
+
+LETTER = """
+INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_value,
+                                   message_headers, message_time, reason, error, state)
+VALUES (%s, %s, 'id', %s, %s, 'k', %s, '[]', now(), %s, 'x', 'dead') RETURNING id"""
+
+
+def reject_moved(connection: Any, message: Any) -> None:
+    if message.key() == b"moved":
+        raise Reject("no such order")
+    apply(connection, message)
+
+
+def looks(monkeypatch: Any) -> list[None]:
+    """Grows with each look at the dead letters."""
+    seen: list[None] = []
+    look = Letters.with_letters
+
+    def noted(*arguments: Any) -> Any:
+        seen.append(None)
+        return look(*arguments)
+
+    monkeypatch.setattr(Letters, "with_letters", noted)
+    return seen
+
+
+def test_one_that_waits_for_another_partitions_letter_holds_up_no_other_key(outbox_postgres, outbox_kafka, monkeypatch):
+    """Another partition's letter is earlier, and waits itself: for one that failed when its offset was read again."""
+    log = Log(outbox_postgres, outbox_kafka, 2)
+    log.produce(["other"], partition=0)
+    with log.consuming(on_failure="dead-letter", dedup=False) as running:
+        running.wait(lambda: log.positions().get(0) == 1, "the position")
+    for part, at, reason in ((1, 9, "behind"), (0, 0, "behind"), (1, 5, "failed")):
+        log.run(LETTER, log.group, log.topic, part, 100 + at, b'{"n": %d}' % (part * 10 + at), reason)
+    found = looks(monkeypatch)
+    with log.consuming(on_failure="dead-letter", dedup=False) as running:
+        running.wait(lambda: len(found) >= 5, "looks at the letters")
+        log.produce(["other"], partition=0)
+        running.wait(lambda: log.count() == 2, "a message of another key")
+        assert [one["state"] for one in log.letters()] == ["dead"] * 3
+        log.retry()
+        running.wait(lambda: not log.letters(), "the letters")
+    # In some order: their ids give another one than their offsets.
+    assert sorted(log.applied()["k"]) == [0, 15, 19]
+
+
+@pytest.mark.parametrize("way", ["retry", "discard", "gone"])
+def test_those_of_a_partition_that_is_no_longer_there_are_applied(outbox_postgres, outbox_kafka, way, monkeypatch):
+    """The topic was created again, with fewer partitions: no member gets theirs."""
+    log = Log(outbox_postgres, outbox_kafka, 3)
+    log.produce(["moved", "moved"], partition=2)
+    with log.consuming(reject_moved, on_failure="dead-letter") as running:
+        running.wait(lambda: log.positions() == {0: 0, 1: 0, 2: 2}, "the dead letters")
+    recreate(log)
+    with log.consuming(on_failure="dead-letter") as running:
+        assert isinstance(running.error(), TopicReplaced)
+    accept(log)
+    found = looks(monkeypatch)
+    with log.consuming(on_failure="dead-letter") as running:
+        log.produce(["moved"])
+        running.wait(lambda: log.positions() == {0: 1}, "one that waits")
+        first, second, third = log.letters()[1:] + log.letters()[:1]
+        assert [one["reason"] for one in (first, second, third)] == ["rejected", "behind", "behind"]
+        with log.database.connect() as connection:
+            assert read_counts(connection, "consumer").dead_letters == {log.group: 3}
+        if way == "gone":
+            # As if it had been discarded while the second one was being written.
+            log.run("DELETE FROM consumer.dead_letters WHERE id = %s RETURNING id", first["id"])
+        else:
+            reason = ["--reason", "test"] if way == "discard" else []
+            done = log.command("dead-letters", way, "--side", "consumer", str(first["id"]), *reason)
+            assert done.exit_code == 0, done.output
+        looked = len(found)
+        running.wait(lambda: len(found) >= looked + 5, "looks at the letters")
+        log.produce(["other"])
+        running.wait(lambda: log.applied()["other"], "a message of another key")
+        running.wait(lambda: not log.letters(), "the letters")
+        log.produce(["moved"])
+        running.wait(lambda: log.positions() == {0: 3}, "the position")
+    assert log.applied()["moved"] == ([0, 1, 2, 3] if way == "retry" else [1, 2, 3])
