@@ -315,7 +315,7 @@ class _Ones(dict[str, Any]):
 
 def metric_names() -> dict[str, str]:
     """Return the names of all metrics as queries spell them, and their types."""
-    rows = re.findall(r"^\| `(outbox_\w+)[^`]*`(?: \((\w+)\))? \|", metrics_page(), re.MULTILINE)
+    rows = re.findall(r"^- `(outbox_\w+)[^`]*`(?: \((\w+)\))?: ", metrics_page(), re.MULTILINE)
     return {name: kind or ("counter" if name.endswith("_total") else "gauge") for name, kind in rows}
 
 
@@ -329,8 +329,8 @@ def _metrics(families: Iterable[Metric]) -> str:
         labels = f"{{{','.join(named)}}}" if named else ""
         # The page says of the others how their names end. In the text format an info is a gauge.
         kind = "" if family.type in {"counter", "gauge", "info"} else f" ({family.type})"
-        rows.append([f"`{name}{labels}`{kind}", _markdown(family.documentation)])
-    return _table(["metric", ""], rows)
+        rows.append(f"- `{name}{labels}`{kind}: {_markdown(family.documentation)}")
+    return "\n".join(rows)
 
 
 # Errors
