@@ -81,7 +81,7 @@ def settings_page() -> str:
         tables.append(f"## `[{name}]`\n\n{_paragraph(model)}\n\n{_setting_rows(model, (name,))}")
     rows = [[f"`{field}`", _values(info), _default(info), text] for field, info, text in _fields(RouteSettings)]
     routes = _table(["", "value", "default", ""], rows)
-    others = _table(["variable", ""], [[f"`{name}`", text] for name, text in environment.READ_ELSEWHERE.items()])
+    others = _list(environment.READ_ELSEWHERE.items())
     return _page(
         "Settings",
         """
@@ -261,7 +261,7 @@ def metrics_page() -> str:
     now = dt.datetime.now(dt.UTC)
     verified = Verified("t", now, 0, 0, 0, 0, now, ())
     outbox = OutboxState(now, 0, True, True, None, 0, 0, 0, 0, 0, (), (), None, scheduled=0, verified=[verified])
-    reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
+    reasons = [(reason.value, text) for reason, text in members(Reason)]
     return _page(
         "Metrics",
         """
@@ -284,7 +284,7 @@ def metrics_page() -> str:
         "### Consumer groups\n\nShown by the same relay, of the groups in the outbox's database or in "
         f"`OUTBOX_RELAY__SINK_URL`: the {MOST} highest values of each. Kafka-to-kafka keeps its offsets in Kafka.\n\n"
         + _metrics([*group_metrics(GroupLags({}, {}, {}, {})), *count_metrics(GroupCounts({}, {}, {}, {}, {}, {}))]),
-        "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
+        "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _list(reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
         + _metrics([*slot, *repairs.collect()]),
         "## Consumers\n\n" + _metrics(_Sample().collect()),
@@ -436,8 +436,8 @@ def roles_page() -> str:
                 granted.setdefault(rights, []).extend(tables)
             for right, table, columns in COLUMNS.get(kind, ()):
                 granted.setdefault(f"{right} {_columns(columns, tables_of.get(table, ()))}", []).append(table)
-            rows = [[", ".join(f"`{table}`" for table in tables), rights] for rights, tables in granted.items()]
-            parts += [f"### `{kind}`\n\n{purpose}", *([_table(["table", "rights"], rows)] if rows else [])]
+            rows = [f"- {', '.join(f'`{table}`' for table in tables)}: {rights}" for rights, tables in granted.items()]
+            parts += [f"### `{kind}`\n\n{purpose}", *(["\n".join(rows)] if rows else [])]
     return _page(
         "Roles",
         """
