@@ -88,7 +88,7 @@ class SchemaRegistryUnavailable(OutboxError):
 
 
 class TargetError(OutboxError):
-    """The session or connection given to ``add`` is in no transaction of no known kind, or returns texts as bytes."""
+    """The session or connection given to ``add`` is of no known kind, in no transaction, or returns text as bytes."""
 
 
 class SchemaError(OutboxError):

@@ -46,7 +46,7 @@ from relay.core.reports import TurnMetrics
 from relay.insights import OutboxState, Verified
 from relay.kafka.routing import Router
 from relay.metrics.delays import PublishDelays
-from relay.metrics.groups import GroupLags, count_metrics, group_metrics
+from relay.metrics.groups import MOST, GroupLags, count_metrics, group_metrics
 from relay.metrics.outbox import outbox_metrics
 from relay.metrics.relay import RelayMetrics, build_info, slot_metrics, slot_repairs
 from relay.metrics.storage import Storage, storage_metrics
@@ -81,7 +81,7 @@ def settings_page() -> str:
         tables.append(f"## `[{name}]`\n\n{_paragraph(model)}\n\n{_setting_rows(model, (name,))}")
     rows = [[f"`{field}`", _values(info), _default(info), text] for field, info, text in _fields(RouteSettings)]
     routes = _table(["", "value", "default", ""], rows)
-    others = _table(["variable", ""], [[f"`{name}`", text] for name, text in environment.READ_ELSEWHERE.items()])
+    others = _list(environment.READ_ELSEWHERE.items())
     return _page(
         "Settings",
         """
@@ -147,7 +147,7 @@ def _default(field: FieldInfo) -> str:
 # Commands
 
 
-_MANY: Final = 3
+_MANY: Final = 2
 """An option with the same text in this many commands is described once."""
 _DATABASE: Final = "OUTBOX_DATABASE_URL"
 """The help of ``--database-url``; commands on consumers put "The sink's database;" before it."""
@@ -178,7 +178,7 @@ def cli_page() -> str:
         `--help` after a command shows the same. An option that names a variable overrides that
         [setting](settings.md). See also [errors and exit statuses](errors.md).
         """,
-        "Common options; the commands below only list the names, but not that of the first:",
+        "Options of several commands. Below, each command lists only their names, and never `--database-url`:",
         _list(
             (name, f"{text}; for commands on consumers, the sink's. {everywhere}" if text == _DATABASE else text)
             for name, text in shared
@@ -261,14 +261,15 @@ def metrics_page() -> str:
     now = dt.datetime.now(dt.UTC)
     verified = Verified("t", now, 0, 0, 0, 0, now, ())
     outbox = OutboxState(now, 0, True, True, None, 0, 0, 0, 0, 0, (), (), None, scheduled=0, verified=[verified])
-    reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
+    reasons = [(reason.value, text) for reason, text in members(Reason)]
     return _page(
         "Metrics",
         """
         A relay serves its metrics at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
         `OUTBOX_CONSUMER__METRICS_ADDRESS`. Each also has the label `outbox`, which is `OUTBOX_NAME` (on a consumer only
-        if that is set). What to watch: [the relay](../operations/relay.md#what-to-watch), [the
-        slot](../operations/wal.md#what-to-watch), [consumers](../operations/dead-letters.md#watch).
+        if that is set). Names that end in `_total` are counters; the others are gauges, unless marked. What
+        to watch: [the relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch),
+        [consumers](../operations/dead-letters.md#watch).
         """,
         "## Relays\n\n"
         + _metrics([*relays.collect(), *build.collect()])
@@ -281,9 +282,9 @@ def metrics_page() -> str:
         "### Storage\n\nShown by the same relay, of both schemas, read once a minute.\n\n"
         + _metrics(storage_metrics(Storage(Disk(0, 0, 0), {}))),
         "### Consumer groups\n\nShown by the same relay, of the groups in the outbox's database or in "
-        "`OUTBOX_RELAY__SINK_URL`; kafka-to-kafka keeps its offsets in Kafka.\n\n"
+        f"`OUTBOX_RELAY__SINK_URL`: the {MOST} highest values of each. Kafka-to-kafka keeps its offsets in Kafka.\n\n"
         + _metrics([*group_metrics(GroupLags({}, {}, {}, {})), *count_metrics(GroupCounts({}, {}, {}, {}, {}, {}))]),
-        "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
+        "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _list(reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
         + _metrics([*slot, *repairs.collect()]),
         "## Consumers\n\n" + _metrics(_Sample().collect()),
@@ -314,8 +315,8 @@ class _Ones(dict[str, Any]):
 
 def metric_names() -> dict[str, str]:
     """Return the names of all metrics as queries spell them, and their types."""
-    rows = re.findall(r"^\| `(outbox_\w+)[^`]*` \| (\w+) \|", metrics_page(), re.MULTILINE)
-    return dict(rows)
+    rows = re.findall(r"^- `(outbox_\w+)[^`]*`(?: \((\w+)\))?: ", metrics_page(), re.MULTILINE)
+    return {name: kind or ("counter" if name.endswith("_total") else "gauge") for name, kind in rows}
 
 
 def _metrics(families: Iterable[Metric]) -> str:
@@ -326,10 +327,10 @@ def _metrics(families: Iterable[Metric]) -> str:
             label: None for sample in family.samples for label in sample.labels if label != "le"
         }
         labels = f"{{{','.join(named)}}}" if named else ""
-        # In the text format an info is a gauge.
-        kind = "gauge" if family.type == "info" else family.type
-        rows.append([f"`{name}{labels}`", kind, _markdown(family.documentation)])
-    return _table(["metric", "type", ""], rows)
+        # The page says of the others how their names end. In the text format an info is a gauge.
+        kind = "" if family.type in {"counter", "gauge", "info"} else f" ({family.type})"
+        rows.append(f"- `{name}{labels}`{kind}: {_markdown(family.documentation)}")
+    return "\n".join(rows)
 
 
 # Errors
@@ -361,7 +362,7 @@ def errors_page() -> str:
         """
         Every error that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
         and what to do; its attributes hold the same facts. Commands print the text on standard error. `Reject`, which
-        you raise, is a plain `Exception`.
+        you raise, is a plain `Exception`. In parentheses: an error's base.
         """,
         _exit_statuses(),
         "Tables, metrics and `--json` have codes: of [consumers' dead letters](../operations/dead-letters.md), "
@@ -402,7 +403,7 @@ def _place(error: type) -> tuple[bool, str, int]:
 
 
 def _error_rows(errors: Sequence[type[Exception]]) -> str:
-    """Return the table of these errors and their bases, below the module that most of them are in."""
+    """Return the list of these errors and their bases, below the module that most of them are in."""
     rows, modules = [], Counter(error.__module__ for error in errors)
     common = modules.most_common(1)[0][0]
     for error in errors:
@@ -411,10 +412,8 @@ def _error_rows(errors: Sequence[type[Exception]]) -> str:
         elsewhere = "" if error.__module__ == common else f" In `{error.__module__}`."
         base = error.__bases__[0]
         shown = "" if base in {OutboxError, Exception} else f" (`{base.__name__}`)"
-        rows.append([f"`{error.__name__}`{shown}", _paragraph(error) + elsewhere])
-    return f"In `{common}`{', unless another module is named' if len(modules) > 1 else ''}:\n\n" + _table(
-        ["error (its base)", ""], rows
-    )
+        rows.append(f"- `{error.__name__}`{shown}: {_paragraph(error)}{elsewhere}")
+    return f"In `{common}`{', unless another module is named' if len(modules) > 1 else ''}:\n\n" + "\n".join(rows)
 
 
 # Roles
@@ -432,14 +431,13 @@ def roles_page() -> str:
             assert isinstance(kind, RoleKind)
             if kind.of_sink is not of_sink:
                 continue
-            rows = [
-                *([", ".join(f"`{table}`" for table in tables), rights] for rights, tables in TABLES.get(kind, ())),
-                *(
-                    [f"`{table}`", f"{right} {_columns(columns, tables_of.get(table, ()))}"]
-                    for right, table, columns in COLUMNS.get(kind, ())
-                ),
-            ]
-            parts += [f"### `{kind}`\n\n{purpose}", *([_table(["table", "rights"], rows)] if rows else [])]
+            granted: dict[str, list[str]] = {}
+            for rights, tables in TABLES.get(kind, ()):
+                granted.setdefault(rights, []).extend(tables)
+            for right, table, columns in COLUMNS.get(kind, ()):
+                granted.setdefault(f"{right} {_columns(columns, tables_of.get(table, ()))}", []).append(table)
+            rows = [f"- {', '.join(f'`{table}`' for table in tables)}: {rights}" for rights, tables in granted.items()]
+            parts += [f"### `{kind}`\n\n{purpose}", *(["\n".join(rows)] if rows else [])]
     return _page(
         "Roles",
         """

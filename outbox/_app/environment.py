@@ -26,7 +26,7 @@ _OF_FILE: Final = "_FILE"
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_CACHE": "The directory for the sandbox's downloads. Default: $XDG_CACHE_HOME/outbox or ~/.cache/outbox.",
-    "OUTBOX_CONFIG": "The file with settings. Default: outbox.toml in the working directory, if it is yours.",
+    "OUTBOX_CONFIG": "The file with settings. Default: outbox.toml in the working directory.",
     "OUTBOX_CONSUMER_TASKS": "Set by the consumer for its Python workers.",
     "OUTBOX_FAILPOINTS": "For tests: the steps at which a relay fails. See relay/failpoints.py.",
     "OUTBOX_KAFKA_VERSION": "The version of Kafka for a new sandbox and for test fixtures; see `outbox sandbox up`.",

@@ -108,8 +108,8 @@ class RelaySettings(Section):
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for this many days; 0 deletes them at once."""
     at_most_once_acks: int = Field(1, ge=0, le=1)
-    """With at-most-once only. 1: a partition's leader acknowledges events. 0: no broker does, and the relay does not
-    see what Kafka never got or refused."""
+    """With at-most-once only. 1: a partition's leader acknowledges events. 0: [no broker
+    does](../explanation/guarantees.md#on-kafka)."""
     idempotency_days: int = Field(30, ge=1, le=3650)
     """How long keys of ``Outbox(unique_keys=True)`` are remembered."""
 

@@ -26,7 +26,7 @@ from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
 from relay.metrics import gauges
 
 MOST: Final = 100
-"""How many topics of groups have a lag metric (the largest), and how many partitions a wait (the longest)."""
+"""How many groups, topics of groups or partitions a metric has: those with the highest values."""
 LATE_SECONDS: Final = 10.0
 """The limit of the objective for applying that this relay measures."""
 _STALE_SECONDS: Final = 60.0
@@ -66,8 +66,7 @@ def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
     lags = _highest(found.lags)
     yield gauges(
         "group_lag_messages",
-        "Offsets that are committed in Kafka and not applied by the group, whether its consumer runs or not; of the "
-        f"{MOST} topics of groups with the most.",
+        "Offsets that are committed in Kafka and not applied by the group, whether its consumer runs or not.",
         ["group", "topic"],
         lags,
     )
@@ -79,14 +78,13 @@ def group_metrics(found: GroupLags) -> Iterator[GaugeMetricFamily]:
     )
     yield gauges(
         "group_wait_seconds",
-        "How long messages have waited in a partition while the group's offset has not moved; of the "
-        f"{MOST} partitions with the longest waits.",
+        "How long messages have waited in a partition while the group's offset has not moved.",
         ["group", "topic", "partition"],
         (((group, topic, str(part)), seconds) for (group, topic, part), seconds in _highest(found.waits)),
     )
     yield gauges(
         "group_last_progress_timestamp_seconds",
-        f"When the group last moved an offset, by the sink's clock; of the {MOST} groups that moved last.",
+        "When the group last moved an offset, by the sink's clock.",
         ["group"],
         (([group], at) for group, at in _highest(found.progress)),
     )
@@ -101,7 +99,7 @@ def count_metrics(counts: GroupCounts) -> Iterator[GaugeMetricFamily]:
     ):
         if found is not None:
             values = (([group], count) for group, count in _highest(found))
-            yield gauges(f"group_{name}", f"{text}; of the {MOST} groups with the most.", ["group"], values)
+            yield gauges(f"group_{name}", f"{text}.", ["group"], values)
 
 
 def _highest(values: Mapping[_Key, float]) -> list[tuple[_Key, float]]:

@@ -26,8 +26,8 @@ class RoleKind(StrEnum):
     PAGE = "page"
     """A page or a dashboard that shows everything, including payloads and, if there is one, the ledger."""
     CONSUMER = "consumer"
-    """A consumer, without the rights on its sink's own tables. It reads and changes all groups of its schema;
-    teams can have one each. `atomic="batch"` needs CREATE on the schema."""
+    """A consumer, without the rights on its sink's own tables. It reads and changes all groups of its schema.
+    `atomic="batch"` needs CREATE on the schema."""
     CONSUMER_OPERATOR = "consumer-operator"
     """Handles consumers: `outbox dead-letters --side consumer`, `outbox offsets`, `outbox external list`,
     `retry`, `cancel` and `forget`."""

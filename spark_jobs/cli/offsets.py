@@ -78,7 +78,7 @@ def set_offset(
     """Move a group to an offset of one partition. A running consumer is fenced: start it again.
 
     Going back is safe for jobs that remember ids, the default. With OffsetsOnly messages are applied again. Going
-    forward means that the group never reads the messages in between: --skip.
+    forward needs --skip.
     """
     why = require_reason(reason, "why; it is kept in the audit", needed=not dry_run)
     with _offsets(database_url) as offsets:
@@ -106,9 +106,7 @@ def reset(
 ) -> None:
     """Move a group in all partitions of a topic, and accept its losses there.
 
-    ``--to loss`` goes to the nearest offset from which the group can continue: after retention the first remaining
-    message, after a cut the end of the log at that time, in a topic that was created again its beginning. See also
-    ``outbox offsets set``.
+    ``--to loss`` goes to the nearest offset from which the group can continue. See also ``outbox offsets set``.
     """
     why = require_reason(reason, "why; it is kept in the audit", needed=not dry_run)
     wanted = _wanted(to)

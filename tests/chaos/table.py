@@ -24,15 +24,15 @@ Jepsen's Kafka workload.
   With three brokers: three replicas, two in sync.
 - Operators: commands discard and retry dead letters, pause and resume, replay the archive, add partitions, switch the
   source, change the delivery and the number of lanes. The table names the first source and delivery.
-- Consumers: members of an inbox group (or `outbox consume --continuous`), of a transformer from topic to topic and
-  callers of a payment provider, two of each. They are killed, stopped and halted too, and reach the servers through
-  the same networks. The provider refuses some calls, and loses requests and answers of others.
+- Consumers: two members of an inbox group (or of `outbox consume --continuous`), two of a transformer from topic to
+  topic, and two callers of a payment provider, under the same faults. The provider refuses some calls, and loses some
+  requests and answers.
 - Strangers write into the same topics: header names and values that are not UTF-8, ids that are no UUIDs or of times
   after 9999, no ids, 1 MB, deep JSON, tombstones, times of any year; some in transactions that stay open for a while,
   are aborted, or left behind.
 - In the end each group must have the effect of each event once (the transformer: of each message), in the order of its
   partition or key, and as dead letters exactly the strangers' messages that it can't apply; the provider must have what
-  is confirmed, once. `outbox audit` must come to what the checker has found.
+  is confirmed, once. `outbox audit` must find what the checker finds.
 - Anomalies: lost, duplicated, aborted, reordered, in a wrong partition, corrupted, misrouted, invented, unstable,
   wrong dead letters, stuck; not applied, applied twice, or out of order. A discarded event must be on no topic, and a
   replay must repeat what its audit lists.

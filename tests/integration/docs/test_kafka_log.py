@@ -20,8 +20,9 @@ from outbox.sandbox.versions import DEFAULT
 
 PAGE = "docs/explanation/kafka.md"
 LEFT_OUT = re.compile(
-    r" (?:lastOffset|count|partitionLeaderEpoch|deleteHorizonMs|position|CreateTime|size|magic|compresscodec|crc"
-    r"|isvalid|keySize|valueSize|coordinatorEpoch): \S+|(?<=[0-9]) sequence: -?[0-9]+| headerKeys: \[.*?\]"
+    r" (?:lastOffset|lastSequence|count|partitionLeaderEpoch|deleteHorizonMs|position|CreateTime|size|magic|crc"
+    r"|compresscodec|isControl|isvalid|keySize|valueSize|coordinatorEpoch): \S+|(?<=[0-9]) sequence: -?[0-9]+"
+    r"| headerKeys: \[.*?\]"
 )
 """Fields that the page does not show: sizes, times, and what another one tells."""
 STATUS = re.compile(r'"producerId":(\d+),"producerEpoch":(\d+),.*"transactionStatus":(\d)')
@@ -51,7 +52,7 @@ def statuses(kafka: KafkaCluster) -> dict[str, list[str]]:
     """Return the states that the coordinator wrote, by producer id, as the page shows them."""
     found: dict[str, list[str]] = {}
     for producer_id, epoch, status in STATUS.findall(dump(kafka, "__transaction_state-*", "--transaction-log-decoder")):
-        line = f"producerId: {producer_id} producerEpoch: {epoch} transactionStatus: {status}"
+        line = f"producerEpoch: {epoch} transactionStatus: {status}"
         lines = found.setdefault(producer_id, [])
         # Partitions are added to a transaction together or one after the other.
         if line not in lines[-1:]:
