@@ -68,8 +68,9 @@ demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kil
 	@$(BIN)/python -m examples.demo $(ARGS)
 
 test: $(VENV)/.installed  ## the whole test suite on real services; TEST_SEED=… repeats the random choices of a run
-	@$(BIN)/python tests/support/class_archives.py
-	@$(BIN)/python -m compileall -q outbox relay spark_jobs
+	@$(BIN)/python -m compileall -q outbox relay spark_jobs tests/support
+	@# What it compiles is kept: in a clean clone, each process of the run would compile all tests.
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null & $(BIN)/python tests/support/class_archives.py && wait
 	$(BIN)/python $(PYTEST) --durations=20 $(ARGS)
 
 matrix: $(OTHERS:%=matrix-%)  ## the consumer's tests with the other pysparks that are supported; docs/reference/versions.md

@@ -93,7 +93,8 @@ for _name in list(os.environ):
 os.environ.setdefault("OUTBOX_PATIENCE", "4")
 
 # Short lives: the second compiler of a JVM, which Spark and Kafka start with, takes half of all processor time.
-_options = ["-XX:TieredStopAtLevel=1"]
+# To verify classes that are in no archive takes time too; those of an archive were verified when it was made.
+_options = ["-XX:TieredStopAtLevel=1", "-XX:+UnlockDiagnosticVMOptions", "-XX:-BytecodeVerificationRemote"]
 if ARCHIVES["spark"].exists():
     _options += [f'-XX:SharedArchiveFile="{ARCHIVES["spark"]}"', *QUIET]
 os.environ.setdefault("JDK_JAVA_OPTIONS", " ".join(_options))
@@ -115,9 +116,12 @@ _broker._NODE_SETTINGS = (
     *_broker._NODE_SETTINGS,
     "allow.everyone.if.no.acl.found",
     "authorizer.class.name",
+    "background.threads",
     "broker.heartbeat.interval.ms",
     "broker.session.timeout.ms",
     "group.min.session.timeout.ms",
+    "num.io.threads",
+    "num.network.threads",
     "transaction.abort.timed.out.transaction.cleanup.interval.ms",
     "transaction.partition.verification.enable",
 )
@@ -246,11 +250,12 @@ def group(nodeid: str) -> str:
                               is there instead of a lost one.
     planted  what shares a database in which names are planted.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
-    Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
-    process would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
+    Each test of the protocol's model, and of JSON at large, is a group of its own: they come last, need nothing but a
+    processor, and one process would go on with them long after the others had ended. Otherwise, the tests of one file
+    are a group.
     """
     path = Path(nodeid.partition("::")[0])
-    if path.name == "test_protocol_model.py":
+    if path.name in {"test_protocol_model.py", "test_json_whole.py"}:
         return nodeid
     if path.parent == Path("tests/spark"):
         return "spark, to op" if path.name < "test_ou" else "spark, from ou"
@@ -305,6 +310,10 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
         "broker.heartbeat.interval.ms": "2000",
         "broker.session.timeout.ms": "18000",
         "group.min.session.timeout.ms": "1000",
+        # Idle, each thread wakes three times a second.
+        "background.threads": "2",
+        "num.io.threads": "2",
+        "num.network.threads": "1",
     }
     with KafkaCluster(settings=settings) as cluster:
         yield cluster
@@ -340,8 +349,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     finally:
         if nextitem is None or group(nextitem.nodeid) != group(item.nodeid):
             OF_GROUP.close()
-            # Clients in cycles: else they end, all at once, within some other test.
+            # Clients in cycles: else they end, all at once, within some other test. What is left stays for the session,
+            # and need not be looked through again and again.
             gc.collect()
+            gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import sys
 import threading
 
 import pytest
-from bench import SPARK_CONF
+from bench import PLAIN_SPARK
 from docs_support import ROOT
 from support import wait_until
 
@@ -40,7 +40,9 @@ def test_the_demo_survives_its_own_kills_and_goes_on_until_ctrl_c(environment):
 
     demo = subprocess.Popen(
         [sys.executable, "-m", "examples.demo", "--events", "2000"],
-        env=environment | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50", "SPARK_CONF_DIR": str(SPARK_CONF)},
+        env=environment
+        | {"TERM": "xterm", "COLUMNS": "120", "LINES": "50"}
+        | {"JDK_JAVA_OPTIONS": f"{PLAIN_SPARK} {environment['JDK_JAVA_OPTIONS']}"},
         cwd=ROOT,
         preexec_fn=functools.partial(os.login_tty, theirs),
     )

@@ -58,7 +58,8 @@ def test_or_goes_to_the_dead_letter_topic(place, outbox_kafka):
     assert headers[PLACE].startswith(f"{place.source}-".encode())
 
 
-def test_a_topic_that_is_not_there(place, outbox_kafka):
+def test_a_topic_that_is_not_there(place, outbox_kafka, monkeypatch):
+    monkeypatch.setattr(_session, "MISSING_TOPIC_SECONDS", 2.0)
     absent = outbox_kafka.name("absent")
     with pytest.raises(KafkaRefused, match=f"topic {absent} does not exist"):
         Transformer(copied(place), topics=[absent], group=place.group, kafka=place.options).run()

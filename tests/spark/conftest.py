@@ -11,7 +11,7 @@ from typing import Any
 
 import connector
 import pytest
-from bench import SPARK_CONF, Bench, Consumer, Driver
+from bench import PLAIN_SPARK, Bench, Consumer, Driver
 
 from outbox.sandbox.errors import ServiceError
 from spark_jobs.driver.runner import Runner
@@ -20,7 +20,7 @@ from spark_jobs.driver.runner import Runner
 @pytest.fixture(autouse=True)
 def _plain_spark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the processes of these tests have the session's settings too. Those of tests/acceptance have Spark's own."""
-    monkeypatch.setenv("SPARK_CONF_DIR", str(SPARK_CONF))
+    monkeypatch.setenv("JDK_JAVA_OPTIONS", PLAIN_SPARK, prepend=" ")
 
 
 @pytest.fixture(scope="session")
@@ -33,8 +33,8 @@ def spark() -> Iterator[Any]:
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", str(SPARK_CONF.parent), prepend=os.pathsep)
-        changed.setenv("SPARK_CONF_DIR", str(SPARK_CONF))
+        changed.setenv("PYTHONPATH", str(Path(connector.__file__).parent), prepend=os.pathsep)
+        changed.setenv("JDK_JAVA_OPTIONS", PLAIN_SPARK, prepend=" ")
         jars = ",".join(map(str, [*connector.fetch(), *_delta()]))
         conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "4"}
         started = session.start("tests", conf=conf)

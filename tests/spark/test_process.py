@@ -75,7 +75,7 @@ def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, priva
     migrate.upgrade_consumer(database.url)
     bench = Bench(spark, database, private_kafka.topics(cluster))
     # Enough rounds to be in the midst of them at both crashes; now and then an event comes twice.
-    seqs = 150
+    seqs = 100
     events = [(order(name, seq), name, None, ided()) for seq in range(1, seqs + 1) for name in ORDERS]
     total = len(events)
     bench.produce(one for number, event in enumerate(events) for one in [event] * (2 if number % 19 == 0 else 1))

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from class_archives import ARCHIVES
 
 from spark_jobs.spark import rows
 
 pytestmark = pytest.mark.spark
+
+
+@pytest.mark.skipif(not ARCHIVES["spark"].exists(), reason="`make test` makes it")
+def test_the_jvm_uses_the_archive_of_classes(spark):
+    """It passes by one that is not for it, and says nothing: each start would take twice as long."""
+    assert str(ARCHIVES["spark"]) in Path(f"/proc/{spark.sparkContext._gateway.proc.pid}/maps").read_text()
 
 
 @pytest.mark.parametrize("pool", ["read", "apply"])

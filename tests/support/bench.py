@@ -32,8 +32,10 @@ from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 
 ROOT: Final = Path(__file__).parents[2]
-SPARK_CONF: Final = Path(__file__).with_name("spark_conf")
-"""What processes get as SPARK_CONF_DIR that need no Spark as users have it, to take less processor time."""
+PLAIN_SPARK: Final = "-Dspark.sql.codegen.wholeStage=false -Dspark.sql.codegen.factoryMode=NO_CODEGEN"
+"""Options of Java for tests that need no Spark as users have it: to make Java of a plan, of which each test has its
+own, takes a fifth of a JVM's time. They are in no folder of settings, which would be the first of the class path: that
+is then another than the archive of classes has, and the JVM would load them all anew."""
 
 
 def expected(names: Iterable[str], seqs: int) -> dict[str, tuple[Any, ...]]:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from outbox.sandbox import _broker, jars
-from outbox.sandbox._dirs import hand_over, unprivileged_user
+from outbox.sandbox._dirs import blocking_directory, hand_over, make_directory, shared_dir, unprivileged_user
 from outbox.sandbox.java import java
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.versions import DEFAULT, jars_of
 
 QUIET: Final = ("-Xlog:disable", "-Xlog:all=error:stderr")
-"""A JVM says nothing about an archive that is not for it."""
+"""A JVM says nothing about an archive that is not for it: a test of each says whether it is used."""
 
 _SPARK: Final = """
 import sys
@@ -40,14 +40,26 @@ rows = session.range(0, 1000, 1, 2).selectExpr("id", "to_json(struct(id)) AS tex
 rows.createOrReplaceTempView("events")
 read = session.sql("SELECT k, max(from_json(text, 'id long').id) AS most FROM events WHERE id > 3 GROUP BY k")
 read.mapInArrow(lambda batches: batches, read.schema).collect()
+for compiled in ("true", "false"):
+    session.conf.set("spark.sql.codegen.wholeStage", compiled)
+    session.conf.set("spark.sql.codegen.factoryMode", "FALLBACK" if compiled == "true" else "NO_CODEGEN")
+    lines = session.readStream.text(sys.argv[2] + "/read").groupBy("value").count().writeStream.outputMode("complete")
+    lines = lines.option("checkpointLocation", f"{sys.argv[2]}/{compiled}").trigger(availableNow=True)
+    lines.foreachBatch(lambda frame, batch: frame.collect()).start().awaitTermination()
 session.stop()
 """
 
 
 _KAFKA: Final = jars_of(os.environ.get("OUTBOX_KAFKA_VERSION") or DEFAULT)
-ARCHIVES: Final = {
-    name: Path(sys.prefix, "classes", f"{archive}.jsa") for name, archive in (("spark", "spark"), ("kafka", _KAFKA))
-}
+
+
+def _directory() -> Path:
+    """Return where archives are kept: brokers run as another account than root, and it must be able to read them."""
+    ours, user = Path(sys.prefix, "classes"), unprivileged_user()
+    return ours if user is None or blocking_directory(ours, user) is None else shared_dir(user) / "classes"
+
+
+ARCHIVES: Final = {"spark": Path(sys.prefix, "classes", "spark.jsa"), "kafka": _directory() / f"{_KAFKA}.jsa"}
 
 
 def make() -> None:
@@ -55,9 +67,9 @@ def make() -> None:
     runtime = subprocess.run([java(), "-version"], capture_output=True, text=True, check=True).stderr
     found, user = jars.fetch(_KAFKA), unprivileged_user()
     found = found if user is None else jars.readable(found, user)
-    made_of = {"spark": f"{runtime}\n{version('pyspark')}", "kafka": "\n".join([runtime, *map(str, found)])}
+    made_of = {"spark": f"{runtime}\n{version('pyspark')}\n{_SPARK}", "kafka": "\n".join([runtime, *map(str, found)])}
     for name, archive in ARCHIVES.items():
-        archive.parent.mkdir(exist_ok=True)
+        make_directory(archive.parent, user)
         record = archive.with_suffix(".made-of")
         if record.exists() and record.read_text() == made_of[name]:
             continue
@@ -78,6 +90,8 @@ def make() -> None:
 
 
 def _of_spark(archive: Path, directory: str) -> None:
+    Path(directory, "read").mkdir()
+    Path(directory, "read", "lines").write_text("1\n2\n")
     # Until the JVM has closed its output too: it writes the archive when it ends.
     subprocess.run(
         [sys.executable, "-c", _SPARK, archive, directory],

@@ -19,7 +19,7 @@ import pytest
 from confluent_kafka import Producer
 from hostile_messages import TOPIC
 from reconcile_support import Outbox, outbox
-from support import ends, wait_until
+from support import IMPATIENT, ends, wait_until
 
 from outbox.errors import OperationRefused
 from relay.config import Delivery, Settings
@@ -390,6 +390,7 @@ def test_of_rows_with_one_event_id_only_those_on_kafka_go(restored):
 
 def test_an_open_transaction_is_named_with_the_way_out(restored):
     """What is on Kafka is not decided before it ends: nothing is compared, and nothing is changed."""
+    restored.program = IMPATIENT
     restored.put("scheduled", later := new_id(), ", not_before", ", now() + interval '1 hour'")
     restored.send(later)
     producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers, "transactional.id": new_id()})
