@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import at_most_once_job
 import pytest
 from at_most_once_job import at_most_once, calling, once_killing
-from bench import ROOT, SPARK_CONF, Bench, Consumer, expected
+from bench import ROOT, Bench, Consumer, expected
 from support import wait_until
 
 from outbox.consumer.errors import EffectFailed
@@ -103,7 +104,7 @@ def test_a_driver_that_is_killed_in_a_round(bench, consumer: Consumer, tmp_path,
     """
     calls = tmp_path / "called"
     bench.orders(NAMES, range(1, 3))
-    folders = os.pathsep.join([str(SPARK_CONF.parent), str(ROOT)])
+    folders = os.pathsep.join([str(Path(at_most_once_job.__file__).parent), str(ROOT)])
     consumer.start("--once", "--master", "local[1,4]", job="at_most_once_job:job", KILLED_AT=point, PYTHONPATH=folders)
     consumer.ended(-signal.SIGKILL)
     wait_until(bench.has_no_session, 60, "the sessions of the killed driver to end")

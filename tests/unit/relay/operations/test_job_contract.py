@@ -284,7 +284,6 @@ class Own:
         ("a int) ", r"'\)'"),
         (Own(), "Own"),
     ],
-    ids=str,
 )
 def test_a_schema_that_can_not_be_read(schema, said):
     with pytest.raises(ConfigurationError, match=said):
