@@ -184,7 +184,7 @@ MUTANTS: Final = (
     Mutant(
         "open_transactions_are_over",
         "a minute is verified when nothing of it can come",
-        "relay/audit/follow.py",
+        "relay/audit/transactions.py",
         "if number <= oldest]",
         "if number]",
         (f"{_RELAY}/audit/test_follow.py",),
