@@ -163,7 +163,9 @@ class PortsInTurn:
         """Return ``k`` ports, as random.sample does."""
         if not self._turns:
             number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-            mine = list(ports[number :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))])
+            size = len(ports) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+            # Next to each other: `relay run --workers` listens on the ports above the one that it is given.
+            mine = list(ports[number * size : (number + 1) * size])
             # Other runs on this machine begin elsewhere; property tests give all workers the same numbers.
             random.SystemRandom().shuffle(mine)
             self._turns = deque(mine)

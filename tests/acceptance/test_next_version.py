@@ -35,6 +35,11 @@ def upgrade():
         op.add_column(table, sa.Column("added", sa.Text, nullable=False, server_default="new"), schema=schema)
     op.create_check_constraint("events_added", "events", "added <> ''", schema=schema, postgresql_not_valid=True)
 """
+# The upgrade, and no writer.
+WAITING = (
+    "SELECT 1 FROM pg_locks WHERE NOT granted AND mode = 'AccessExclusiveLock'"
+    " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
 STOP = 4711
 VALIDATED = f"""
 from alembic import context, op
@@ -89,7 +94,7 @@ def test_relays_of_this_version_go_on_with_the_next_tables(
         with psycopg.connect(url) as report:
             report.execute("SELECT count(*) FROM outbox.events").fetchall()
             upgrading = threads.submit(upgrade, url)
-            wait_until(lambda: look_up(url, "SELECT 1 FROM pg_locks WHERE NOT granted") != [], what="a wait for a lock")
+            wait_until(lambda: look_up(url, WAITING) != [], what="a wait for a lock")
             # Writers wait behind it no longer than one of its tries.
             load.more(20)
         assert "(try 1 of 60)" in (said := upgrading.result(60))

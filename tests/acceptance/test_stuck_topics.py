@@ -77,6 +77,15 @@ class Stuck:
             self.settings["wal__slot"] = self.settings["name"].replace("-", "_")
             to_wal(url, self.settings)
         self._relay = start(database_url=url, **self.settings)
+        self._before = dict.fromkeys((UNUSABLE, USABLE), 0)
+
+    def forget_what_was_said(self) -> None:
+        """Count what is said of the topic from now on: brokers that have just started are slow."""
+        self._before = {what: len(self._lines(what)) for what in self._before}
+
+    def _lines(self, what: str) -> list[dict[str, Any]]:
+        """Return what the relay has said of the topic."""
+        return [line for line in logged(self._relay, what) if line["topic"] == self._topic]
 
     def write(self, kinds: Sequence[str], sizes: range) -> None:
         """Write so many events of each of 40 keys, numbered."""
@@ -98,6 +107,7 @@ class Stuck:
         self._relay.kill()
         end_leases(self.url)
         self._relay = self._start(database_url=self.url, **self.settings)
+        self._before = dict.fromkeys((UNUSABLE, USABLE), 0)
 
     def others_go_on(self) -> None:
         """Wait until all events but those of the stuck topic have left the table: they are the first of every lane."""
@@ -114,8 +124,8 @@ class Stuck:
         self.write([STUCK], range(42, 44))
         above = "SELECT count(*) FROM outbox.events WHERE id > %s"
         wait_until(lambda: look_up(self.url, above, highest) == [(80,)], what="events to wait in the table")
-        [reason] = [line["reason"] for line in logged(self._relay, UNUSABLE) if line["topic"] == self._topic]
-        assert self._said in reason
+        [line] = self._lines(UNUSABLE)[self._before[UNUSABLE] :]
+        assert self._said in line["reason"]
 
     def whole(self) -> None:
         """Wait until all is published, and look at all of it."""
@@ -124,7 +134,7 @@ class Stuck:
         assert look_up(self.url, "SELECT * FROM outbox.dead_letters") == []
         # Said once, however often it was tried. Of the others' leaders some were away too, for a moment.
         for what in (UNUSABLE, USABLE):
-            assert [line["topic"] for line in logged(self._relay, what)].count(self._topic) == 1
+            assert len(self._lines(what)[self._before[what] :]) == 1
         for kind, count in ((STUCK, 44), *((kind, 42) for kind in HEALTHY)):
             messages = self._topics.consume(f"{self._kinds[kind].lower()}-events")
             seen, repeats = numbers_by_key(messages, "seq")
@@ -176,6 +186,7 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_
         outbox.write([STUCK, *HEALTHY], range(2))
     for outbox in outboxes:
         drained(outbox.url)
+        outbox.forget_what_was_said()
     cluster.kill_broker(0)
     outboxes[1].has_no_leader()
     try:

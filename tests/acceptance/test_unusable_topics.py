@@ -158,13 +158,14 @@ def test_while_the_broker_is_away_no_attempt_is_counted(
             assert look_up(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
     finally:
         proxy.start()
-    for (name, url, good, small, relay), (counted, _) in zip(outboxes, before, strict=True):
+    for promise, (name, url, good, small, relay), (counted, _) in zip(DELIVERIES, outboxes, before, strict=True):
         relay.wait_for_log("publishing again", 60)
         wait_until(lambda url=url, counted=counted: look_up(url, attempts)[0][0] > counted + 1, what="attempts go on")
         let_pass(topics, small)
         drained(url)
         assert sorted(set(names(topics.consume(good)))) == ["g1", "g2", "h1"]
-        assert names(topics.consume(small)) == ["a1", "a2"]
+        found = names(topics.consume(small))
+        assert (found if promise == "exactly-once" else list(dict.fromkeys(found))) == ["a1", "a2"]
         assert dead(url) == []
         relay.kill()
         outbox_postgres_server.drop_database(name)

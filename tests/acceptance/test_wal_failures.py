@@ -87,6 +87,8 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
 
 def test_a_replay_from_the_archive(url, outbox_kafka, outbox_relay, wal):
     topic = outbox_kafka.create_topic(outbox_kafka.name("orders"))
+    # Who loses its lease reads its table for a while, and may repeat events.
+    wal |= {"relay__lease_seconds": 20}
     relay = outbox_relay(env=routes(Order=topic), relay__archive_days=7, **wal)
     wait_until(lambda: streaming(url), 30, "the lane to stream")
     add(url, event("Order", "a1"), event("Order", "b1"), event("Order", "a2"))
@@ -226,8 +228,15 @@ def test_servers_are_away(private_postgres, mortal_network, mortal_kafka, outbox
     to_wal(url, settings)
     heard = (
         "SELECT active_pid, extract(epoch FROM reply_time)::float8 "
-        "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid WHERE database = current_database()"
+        "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid WHERE database = current_database() "
+        "AND reply_time IS NOT NULL"
     )
+    first: dict[int, float] = {}
+
+    def heard_for_long() -> bool:
+        """Return whether one walsender has heard from the relay for longer than the server's patience."""
+        return any(at > first.setdefault(pid, at) + 7 for pid, at in look_up(url, heard))
+
     with Load(url, kind) as load:
         relay = outbox_relay(database_url=url, bootstrap_servers=proxy.address, **settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
@@ -239,9 +248,7 @@ def test_servers_are_away(private_postgres, mortal_network, mortal_kafka, outbox
         # Four batches of each lane are held.
         load.more(200)
         relay.wait_for_log("waiting for a server")
-        ((reader, since),) = look_up(url, heard)
-        wait_until(lambda: look_up(url, heard)[0][1] > since + 7, what="feedback for longer than the server's patience")
-        assert look_up(url, heard)[0][0] == reader
+        wait_until(heard_for_long, what="feedback for longer than the server's patience")
         assert look_up(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
         proxy.start()
         relay.wait_for_log("publishing again", 60)

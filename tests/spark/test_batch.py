@@ -166,7 +166,10 @@ def test_a_take_over_in_the_midst_of_a_round_waits_for_it(bench):
     taken: list[int] = []
     successor = PostgresGroupStore(bench.database.url, "consumer", job.group, "successor")
     thread = threading.Thread(target=lambda: taken.append(successor.take_over()), daemon=True)
-    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+    waiting = (
+        "SELECT count(*) FROM pg_locks JOIN pg_stat_activity USING (pid)"
+        " WHERE NOT granted AND datname = current_database()"
+    )
 
     def transform(rows: Any) -> Any:
         calls.append(1)

@@ -116,7 +116,7 @@ def test_a_round_that_runs_is_ended_before_stop_returns(bench, start):
     with psycopg.connect(bench.database.url) as connection:
         connection.execute("LOCK TABLE seen IN EXCLUSIVE MODE")
         handle = start(job(bench), bench.spark, "continuous")
-        waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+        waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'seen'::regclass"
         while bench.rows(waiting) == [(0,)]:
             assert handle.running, handle.error
         stopping = threading.Thread(target=handle.stop)

@@ -91,6 +91,10 @@ class Place:
 
     def position(self) -> int:
         """How many messages the group has committed; what is undecided does not count."""
+        return sum(max(place.offset, 0) for place in self.positions())
+
+    def positions(self) -> list[TopicPartition]:
+        """Each partition's position, with what was committed with it."""
         asked = [TopicPartition(self.source, number) for number in range(self.partitions)]
 
         def known() -> list[TopicPartition]:
@@ -101,11 +105,7 @@ class Place:
                     raise
                 return []
 
-        return sum(max(place.offset, 0) for place in wait_until(known, 60, "the group's positions"))
-
-    def positions(self) -> list[TopicPartition]:
-        """Each partition's position, with what was committed with it."""
-        return self._reader.committed([TopicPartition(self.source, number) for number in range(self.partitions)], 30)
+        return wait_until(known, 60, "the group's positions")
 
     def close(self) -> None:
         self._reader.close()

@@ -85,8 +85,14 @@ def test_a_broker_that_can_not_be_found(operator, orders, address, settings, mon
     settings["kafka__bootstrap_servers"] = "broker.invalid:9092"
     relay = operator.start()
     relay.wait_for_log("Failed to resolve")
-    shown = operator.look("outbox doctor")
-    assert (shown.status, "a connection failed" in shown.text, "Failed to resolve" in shown.text) == (1, True, True)
+
+    def says_why() -> bool:
+        """Return whether the resolver has answered within doctor's patience."""
+        shown = operator.look("outbox doctor")
+        assert (shown.status, "a connection failed" in shown.text) == (1, True), shown.text
+        return "Failed to resolve" in shown.text
+
+    wait_until(says_why, what="the reason")
     relay.kill()
     settings["kafka__bootstrap_servers"] = right
     operator.start()

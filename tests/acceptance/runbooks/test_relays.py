@@ -71,7 +71,9 @@ def test_no_relay_holds_the_first_lane(operator, orders, address):
 def test_the_backlog_grows(operator, orders, address):
     """A forgotten session has locked the events; and more relays share the lanes."""
     url = orders.url
-    relay = operator.start(relay__instance="first")
+    # No lane is lost, which is an alert too, while the others start beside it.
+    lease = {"relay__lease_seconds": 20}
+    relay = operator.start(relay__instance="first", **lease)
     wait_until(lambda: shows(address, "backlog_events{", 0), what="the first look")
     before = scraped(address)
     relay.pause()
@@ -83,7 +85,7 @@ def test_the_backlog_grows(operator, orders, address):
         there = operator.follow("An old transaction")
         assert there.query("pg_stat_activity")[0]["pid"] == pid
         there.execute("pg_terminate_backend", PID=pid)
-    more = operator.run_relay("outbox relay run --workers", relay__metrics_address=None)
+    more = operator.run_relay("outbox relay run --workers", relay__metrics_address=None, **lease)
     running = "SELECT count(*) FROM outbox.relays WHERE alive_until > clock_timestamp()"
     wait_until(lambda: look_up(url, running) == [(3,)], what="more relays")
     drained(url)

@@ -135,7 +135,7 @@ def test_downgrade_gives_up_when_the_tables_stay_locked(empty, monkeypatch):
 
 def test_a_client_that_is_stopped_keeps_no_writer_out(empty, monkeypatch):
     """Its session ends, and with it the locks; later it says so."""
-    monkeypatch.setattr(db, "_IDLE_TIMEOUT", "200ms")
+    monkeypatch.setattr(db, "_IDLE_TIMEOUT", "2s")
     db.upgrade(empty)
 
     def statements() -> Iterator[str]:
@@ -149,14 +149,16 @@ def test_a_client_that_is_stopped_keeps_no_writer_out(empty, monkeypatch):
 
 
 def test_who_waits_for_another_change_waits_for_its_end_and_not_for_a_client_that_is_stopped(empty, monkeypatch):
-    monkeypatch.setattr(db, "_IDLE_TIMEOUT", "1s")
     monkeypatch.setattr(db, "_LOCK_TIMEOUT", "100ms")
     db.upgrade(empty)
-    waiting = f"{empty}?options=-cstatement_timeout%3D20s"
+    waiting = f"{empty}?options=-cstatement_timeout%3D60s"
 
     def stop_in_it() -> None:
-        with db._transaction(empty), while_it_waits(empty, lambda: db.change_lanes(waiting, 2)) as done:
-            done.result(30)
+        with db._transaction(empty) as holder, while_it_waits(empty, lambda: db.change_lanes(waiting, 2)) as done:
+            # Not before the other one waits, however long that takes to come about.
+            assert holder.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar() == db._IDLE_TIMEOUT
+            holder.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = '200ms'")
+            done.result(60)
 
     with pytest.raises(SchemaError, match="idle-in-transaction timeout"):
         stop_in_it()

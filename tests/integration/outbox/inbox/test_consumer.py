@@ -145,6 +145,8 @@ def test_a_partition_that_was_out_of_range_is_read_on_from_where_an_operator_say
 
     monkeypatch.setattr(_member.Member, "_check_positions", pass_by)
     kafka = {"heartbeat.interval.ms": 100, "partition.assignment.strategy": strategy}
+    # Who is thought dead claims anew.
+    kafka |= {"session.timeout.ms": 30_000}
     with log.consuming(dedup=False, kafka=kafka) as running:
         running.wait(lambda: log.positions() == {0: 30, 1: 30}, "the positions")
         [claims] = log.run("SELECT generation FROM consumer.groups")

@@ -165,7 +165,12 @@ def test_the_first_messages_are_those_that_land_in_partitions_without_one(outbox
 
 @pytest.fixture
 def waits(monkeypatch) -> list[int]:
-    """How many events were sent when a producer waited for acknowledgements."""
+    """How many events were sent when a producer waited for acknowledgements.
+
+    However long brokers take to say it, each producer knows how many partitions its topics have.
+    """
+    monkeypatch.setattr("relay.kafka.client._FETCH_SECONDS", 60.0)
+    monkeypatch.setattr(NewTopics.__init__, "__defaults__", (60.0,))
     waits: list[int] = []
     drain = BatchProducer.drain
 

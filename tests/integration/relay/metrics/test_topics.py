@@ -89,6 +89,7 @@ def test_the_first_event_of_each_topic_counts(waiting):
 def test_the_events_of_each_topic_are_counted_up_to_a_limit_in_each_lane(waiting, monkeypatch):
     """Not those of paused topics, nor of paused lanes: a look reads past the former."""
     monkeypatch.setattr(topics, "COUNTED", 100)
+    monkeypatch.setattr(topics, "_WALK_SECONDS", 60.0)
     waiting.add("Order", 500, 150)
     lane = waiting.lane("Order")
     waiting.add("Bill", 55, 60, key=waiting.key_beside("Bill", lane))
@@ -167,8 +168,8 @@ def test_an_event_in_front_of_many_paused_ones_does_not_keep_a_walk_from_beginni
 def test_a_look_that_takes_too_long_shows_nothing(waiting, monkeypatch):
     waiting.add("Order", 125)
     state = look_at_tables(waiting.connection, "outbox")
-    monkeypatch.setattr(topics, "_STATEMENT_SECONDS", 0.2)
-    with psycopg.connect(waiting.connection.info.dsn) as other:
+    with psycopg.connect(waiting.connection.info.dsn) as other, monkeypatch.context() as patched:
+        patched.setattr(topics, "_STATEMENT_SECONDS", 0.2)
         other.execute("LOCK TABLE outbox.events")
         assert waiting.ages.look(waiting.connection, state) is None
     assert waiting.look() == {"orders": 12}

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,24 +77,28 @@ def test_a_request_that_never_ends_is_ended(served):
     until = time.monotonic() + 20
     while not select.select([dripping], [], [], 0.05)[0]:
         assert time.monotonic() < until
-        dripping.sendall(b"x")
+        # It may end just now.
+        with suppress(ConnectionError):
+            dripping.sendall(b"x")
     assert ended(dripping)
     assert ended(silent)
     assert ended(half)
-    assert answer(send) == "HTTP/1.0 200 OK"
+    # Unless the system lets this thread wait for as long between connecting and asking.
+    wait_until(lambda: answer(send) == "HTTP/1.0 200 OK", what="an answer to the next one")
 
 
 def test_no_more_connections_than_a_few(served):
-    send = served(10.0)
+    send = served(600.0)
     before = threading.active_count()
     held = [send(HALF) for _ in range(40)]
     # Connections are accepted in order. The first ones are ended at once, long before the patience with them ends.
     assert all(ended(connection) for connection in held[:24])
-    assert threading.active_count() - before <= 16
+    wait_until(lambda: threading.active_count() - before <= 16, what="the threads of those to end")
 
 
-def test_a_probe_gets_through_whoever_holds_connections(served):
-    send = served(10.0)
+def test_a_probe_gets_through_whoever_holds_connections(served, monkeypatch):
+    monkeypatch.setattr(prometheus, "_PLACE_SECONDS", 20.0)
+    send = served(600.0)
     held = [send(HALF) for _ in range(16)]
     for number in range(20):
         assert answer(send) == "HTTP/1.0 200 OK"
@@ -127,7 +131,9 @@ def test_an_answer_may_take_longer_than_a_request(served):
         threading.Event().wait(0.6)
         return Ready()
 
-    assert answer(served(0.2, health=health), "/readyz") == "HTTP/1.0 200 OK"
+    send = served(0.2, health=health)
+    # Unless the system lets this thread wait for as long between connecting and asking.
+    wait_until(lambda: answer(send, "/readyz") == "HTTP/1.0 200 OK", what="a late answer")
 
 
 def test_a_client_that_takes_no_answer_is_ended(served, monkeypatch):
