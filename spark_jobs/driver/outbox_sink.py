@@ -69,6 +69,8 @@ _OPTIONS: Final = (
     *("job", "checkpointLocation", "group", "accept", "fromBeginning", "patienceSeconds"),
     *("databaseUrl", "consumerSchema", "keepDays"),
 )
+# DataStreamWriter.queryName passes the name on.
+_SPARKS: Final = {"queryname"}
 _OWNER: Final = "SELECT generation FROM {groups} WHERE grp = %(grp)s AND owner = %(owner)s"
 # Spark's local properties of a batch's tasks: the query, and the run of it, whose job group they are.
 _QUERY: Final = "sql.streaming.queryId"
@@ -260,7 +262,7 @@ def _requested(options: Mapping[str, str]) -> tuple[ConsumerJob, StreamOptions, 
     """Return the job, its options and the checkpoint's folder. Raises JobError and ConfigurationError."""
     given = {name.lower(): value for name, value in options.items()}
     names = {name.lower(): name for name in _OPTIONS}
-    if unknown := sorted(set(given) - set(names)):
+    if unknown := sorted(set(given) - set(names) - _SPARKS):
         raise JobError(f"option {unknown[0]}: the format outbox has {', '.join(_OPTIONS)}")
     for name in ("job", "checkpointlocation"):
         if not given.get(name):

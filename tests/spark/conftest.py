@@ -35,19 +35,19 @@ def spark() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(connector.__file__).parent), prepend=os.pathsep)
         changed.setenv("JDK_JAVA_OPTIONS", PLAIN_SPARK, prepend=" ")
-        jars = ",".join(map(str, [*connector.fetch(), *_delta()]))
+        jars = ",".join(map(str, [*connector.fetch(), *_lake("delta"), *_lake("iceberg")]))
         conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "4"}
         started = session.start("tests", conf=conf)
     yield started
     started.stop()
 
 
-def _delta() -> list[Path]:
-    """Return Delta's jars, or none where they can't be had: of these tests only the recipe's needs them."""
+def _lake(product: str) -> list[Path]:
+    """Return the jars of Delta or Iceberg, or none where they can't be had: only the recipe's tests need them."""
     try:
-        return connector.fetch("delta")
+        return connector.fetch(product)
     except ServiceError as error:
-        print(f"no Delta: {error}", file=sys.stderr)
+        print(f"no {product}: {error}", file=sys.stderr)
         return []
 
 

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.spark
 def test_batches_are_applied_and_counted(stream: SinkStream):
     for _ in range(3):
         stream.add()
-    stream.run()
+    # A query's name comes among the options.
+    stream.run(queryName="numbered")
     assert stream.seen() == list(range(9))
     assert stream.checkpoints() == [("numbers", 2, 9, 0)]
     assert stream.sink("SELECT strategy, atomic, generation FROM consumer.groups") == [("Stream", "batch", 1)]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psycopg
 import pytest
 from bench import Bench, ided, order
 from pyspark.errors import StreamingQueryException
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 
-from examples.recipes import backfill, delta_orders, regional_sales
+from examples.recipes import backfill, lake_orders, regional_sales
 from spark_jobs.driver.options import Totals
 
 pytestmark = pytest.mark.spark
@@ -103,21 +105,61 @@ def test_a_backfill_takes_the_orders_of_a_time_and_moves_no_other_group(bench: B
     bench.command("offsets", "forget", job.group, *where)
 
 
-def test_delta_tables_have_each_message_once(bench: Bench, tmp_path, monkeypatch):
+class DeltaTables:
+    """The recipe's tables, of which the second can't be written to before ``mend``."""
+
+    append = staticmethod(lake_orders.append_to_delta)
+
+    def __init__(self, session: SparkSession, folder: Path) -> None:
+        self._session, self._folder = session, folder
+        session.conf.set("spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog")
+        session.conf.set("spark.databricks.delta.snapshotPartitions", "1")
+        (folder / "cancelled").write_text("no table")
+
+    def mend(self) -> None:
+        (self._folder / "cancelled").unlink()
+
+    def read(self, name: str) -> DataFrame:
+        return self._session.read.format("delta").load(str(self._folder / name))
+
+
+class IcebergTables:
+    """The same, in a catalog of folders."""
+
+    append = staticmethod(lake_orders.append_to_iceberg)
+
+    def __init__(self, session: SparkSession, folder: Path) -> None:
+        self._session = session
+        session.conf.set("spark.sql.catalog.lake", "org.apache.iceberg.spark.SparkCatalog")
+        session.conf.set("spark.sql.catalog.lake.type", "hadoop")
+        session.conf.set("spark.sql.catalog.lake.warehouse", str(folder))
+        lake_orders.create_iceberg_tables(session)
+        session.sql("DROP TABLE lake.shop.cancelled")
+
+    def mend(self) -> None:
+        lake_orders.create_iceberg_tables(self._session)
+
+    def read(self, name: str) -> DataFrame:
+        self._session.catalog.refreshTable(f"lake.shop.{name}")
+        return self._session.table(f"lake.shop.{name}")
+
+
+@pytest.mark.parametrize("kind", [DeltaTables, IcebergTables])
+def test_tables_of_a_lake_have_each_message_once(bench: Bench, tmp_path: Path, monkeypatch, kind: type[Any]):
     """A batch is repeated after it failed between the two tables, and after it was in both."""
-    if "delta-spark" not in bench.spark.conf.get("spark.jars"):
-        pytest.skip("Delta's jars can't be had from this Maven repository")
-    session = bench.spark.newSession()
-    session.conf.set("spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog")
-    session.conf.set("spark.databricks.delta.snapshotPartitions", "1")
+    product = kind.__name__.removesuffix("Tables").lower()
+    if f"{product}-spark" not in bench.spark.conf.get("spark.jars"):
+        pytest.skip(f"the jars of {product} can't be had from this Maven repository, or there are none for this Spark")
     monkeypatch.setenv("TABLES", str(tmp_path))
+    session = bench.spark.newSession()
+    tables = kind(session, tmp_path)
 
     def run(then: Callable[[], object] = lambda: None) -> None:
         def append(batch: DataFrame, number: int) -> None:
-            delta_orders.append(batch, number)
+            tables.append(batch, number)
             then()
 
-        rows = delta_orders.orders(session, bench.topics.bootstrap_servers, bench.topic)
+        rows = lake_orders.orders(session, bench.topics.bootstrap_servers, bench.topic)
         writing = rows.writeStream.foreachBatch(append).option("checkpointLocation", str(tmp_path / "checkpoint"))
         assert writing.trigger(availableNow=True).start().awaitTermination(240)
 
@@ -125,7 +167,7 @@ def test_delta_tables_have_each_message_once(bench: Bench, tmp_path, monkeypatch
         raise ZeroDivisionError
 
     def table(name: str) -> list[str]:
-        return sorted(row.event_id for row in session.read.format("delta").load(str(tmp_path / name)).collect())
+        return sorted(row.event_id for row in tables.read(name).collect())
 
     cancelled = [str(bench.send("a", seq, status="cancelled")) for seq in range(3)]
     others = [str(bench.send("b", seq)) for seq in range(3)]
@@ -133,12 +175,10 @@ def test_delta_tables_have_each_message_once(bench: Bench, tmp_path, monkeypatch
     aborted = bench.in_transaction()
     bench.send("c", 1, producer=aborted)
     aborted.abort_transaction()
-    in_the_way = tmp_path / "cancelled"
-    in_the_way.write_text("no table")
-    with pytest.raises(StreamingQueryException):
+    with pytest.raises(StreamingQueryException, match="cancelled"):
         run()
     assert table("orders") == sorted(cancelled + others)
-    in_the_way.unlink()
+    tables.mend()
     with pytest.raises(StreamingQueryException, match="ZeroDivisionError"):
         run(fail)
     last = str(bench.send("b", 4))

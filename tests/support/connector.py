@@ -1,4 +1,4 @@
-"""Spark's own Kafka source: what streams read from in tests, and what the consumer is measured against; and Delta.
+"""Spark's own Kafka source: what streams read from in tests, and what the consumer is measured against; Delta; Iceberg.
 
 ``python tests/support/connector.py`` writes connector.lock anew.
 """
@@ -43,19 +43,24 @@ ROOTS: Final[Roots] = {
     ),
     "spark-4.1-delta": (False, ("io.delta:delta-spark_4.1_2.13:4.4.0", *_DELTA)),
     "spark-4.2-delta": (False, ("io.delta:delta-spark_4.2_2.13:4.4.0", *_DELTA)),
+    # There is none for Spark 4.2, where this one does not load.
+    "spark-4.1-iceberg": (False, ("org.apache.iceberg:iceberg-spark-runtime-4.1_2.13:1.12.0",)),
 }
-assert list(ROOTS) == [f"spark-{minor}-{what}" for what in ("kafka", "delta") for minor in SUPPORTED]
+assert list(ROOTS)[:4] == [f"spark-{minor}-{what}" for what in ("kafka", "delta") for minor in SUPPORTED]
 
 
 def fetch(what: str = "kafka") -> list[Path]:
-    """Return the jars for the pyspark that is installed, fetched if need be. ``what``: or "delta"."""
+    """Return the jars for the pyspark that is installed, fetched if need be.
+
+    what   or "delta"; or "iceberg", which is not there for each.
+    """
     minor = ".".join(pyspark.__version__.split(".")[:2])
     return jars.fetch(f"spark-{minor}-{what}", lock=LOCK)
 
 
 if __name__ == "__main__":
     heading = (
-        "Spark's Kafka source, for streams and peers, and Delta: Maven coordinates, SHA-256, size in bytes.",
+        "Spark's Kafka source, for streams and peers, Delta and Iceberg: Maven coordinates, SHA-256, size in bytes.",
         "Written by: python tests/support/connector.py",
     )
     LOCK.write_text(resolve(ROOTS, heading))

@@ -216,7 +216,8 @@ def test_every_recipe_has_a_section_and_is_run():
 def recipes() -> list[Path]:
     """Return what the recipes' folder holds: files of Python or SQL, and folders that are whole projects."""
     found = (ROOT / EXCERPTS[RECIPES]).iterdir()
-    return [each for each in found if each.suffix in {".py", ".sql"} or (each / "manage.py").is_file()]
+    projects = "manage.py", "spark-pipeline.yml"
+    return [each for each in found if each.suffix in {".py", ".sql"} or any((each / one).is_file() for one in projects)]
 
 
 # --- Commands
