@@ -1,4 +1,7 @@
-"""The mutants: one change of the source each, the promise that it breaks, and the tests that must fail with it."""
+"""The mutants: one change of the source each, the promise that it breaks, and the tests that must fail with it.
+
+Where the relay's protocol promises it, its invariant is named: docs/explanation/protocol.tla.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ MUTANTS: Final = (
     # The relay
     Mutant(
         "lease_without_owner",
-        "one holder of a lane",
+        "OneMaySettle: one holder of a lane",
         "relay/settle/statements.py",
         'OURS: Final = "l.lane = m.lane AND l.epoch = m.epoch AND l.owner = %(owner)s"',
         'OURS: Final = "l.lane = m.lane AND l.epoch = m.epoch"',
@@ -37,7 +40,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "lease_without_epoch",
-        "one holder of a lane",
+        "OneMaySettle: one holder of a lane",
         "relay/settle/statements.py",
         'OURS: Final = "l.lane = m.lane AND l.epoch = m.epoch AND',
         'OURS: Final = "l.lane = m.lane AND',
@@ -45,7 +48,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "settle_by_number_alone",
-        "no loss: a restored table uses numbers again",
+        "NoLoss: a restored table uses numbers again",
         "relay/settle/statements.py",
         " AND e.event_id = p.row_event_id",
         "",
@@ -53,7 +56,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "mark_rises_at_once",
-        "order: a transaction may commit a lower number late",
+        "EachIsPublished: a transaction may commit a lower number late",
         "relay/polling/low_water_mark.py",
         "self._ended = xmin() >= self._xid",
         "self._ended = True",
@@ -61,7 +64,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "first_messages_together",
-        "order: a broker takes a request behind a producer's first one that it refused",
+        "OrderOfAKey: a broker takes a request behind a producer's first one that it refused",
         "outbox/_clients/first_messages.py",
         "return partition is not None and partition not in self._topics[topic].sent",
         "return False",
@@ -85,7 +88,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "first_messages_of_no_transaction",
-        "no loss: librdkafka takes one acknowledgement for two",
+        "NoLoss: librdkafka takes one acknowledgement for two",
         "relay/kafka/transactional.py",
         "class _TransactionalProducer(OrderedProducer):",
         "class _TransactionalProducer(OrderedProducer.__base__):",
@@ -93,7 +96,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "first_messages_pass_a_refused_one",
-        "order: a key waits behind its refused event",
+        "OrderOfAKey: a key waits behind its refused event",
         "relay/kafka/ordered.py",
         "            else:\n                waiting.add(key)\n",
         "",
@@ -101,7 +104,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "minutes_end_within_turns",
-        "order: an event is the first one only if none of its key is before it",
+        "OrderOfAKey: an event is the first one only if none of its key is before it",
         "outbox/_clients/first_messages.py",
         "self.now - known.since < _KNOWN_SECONDS",
         "time.monotonic() - known.since < _KNOWN_SECONDS",
@@ -109,7 +112,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "sent_ahead_and_passed_over",
-        "exactly-once: what is committed is in the lane's marker",
+        "NeverBlind: what is committed is in the lane's marker",
         "relay/kafka/producer.py",
         " and ahead.get(position, NOT_SENT) is not None:",
         ":",
@@ -117,7 +120,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "freed_keys_overtake",
-        "order of a key that was blocked",
+        "OrderOfAKey: of a key that was blocked",
         "relay/polling/reader.py",
         "        for lane in self._freed(batches):\n            del batches[lane]\n",
         "        self._freed(batches)\n",
@@ -125,7 +128,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "failures_block_nothing",
-        "order of a key that is blocked",
+        "OrderOfAKey: of a key that is blocked",
         "relay/polling/reader.py",
         "            reads.append(Read(unblocked, values, [lane], marks, many=many))",
         "            reads.append(Read(self._queries.read, {**values, 'lanes': array([lane]), 'above': "
@@ -135,7 +138,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "commit_without_confirmation",
-        "exactly-once: never commit what another relay has taken",
+        "NoDouble: never commit what another relay has taken",
         "relay/kafka/transactional.py",
         "if confirm is not None and (unconfirmed := confirm(deadline)):",
         "if confirm is not None and (unconfirmed := confirm(deadline)) and False:",
@@ -143,7 +146,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "slow_commit_is_clean",
-        "exactly-once: a commit that was slow may have been sent twice",
+        "NoDouble: a commit that was slow may have been sent twice",
         "relay/kafka/transactional.py",
         "sender.suspicious = sender.suspicious or time.monotonic() - started >= self._clean_seconds",
         "sender.suspicious = False",
@@ -151,7 +154,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "slot_confirmed_early",
-        "WAL: nothing is confirmed before each lane has settled it",
+        "NoLoss: the slot passes nothing that a lane has not settled",
         "relay/wal/session.py",
         "while self._ends and all(map(int.__ge__, done, self._ends[0][2])):",
         "while self._ends and (done or True):",
@@ -159,7 +162,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "lanes_change_in_flight",
-        "exactly-once: the marker of a killed relay is looked for in its lane",
+        "NeverBlind: the marker of a killed relay is looked for in its lane",
         "outbox/_app/migrate.py",
         "if in_flight := _count(connection, table, table.c.transactional_id.is_not(None)):",
         "if in_flight := 0:",

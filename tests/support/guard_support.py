@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import pytest
+from invariants import Invariant
 from takeover_support import Place, Worker
 
 from relay.core.ports import Failed, LaneLost
@@ -12,13 +13,15 @@ from relay.core.ports import Failed, LaneLost
 _ROUNDS = 40
 
 
-def verdict(place: Place) -> set[str]:
-    """What is wrong with the topic, once everything has been published that is going to be."""
+def verdict(place: Place) -> set[Invariant]:
+    """Return which invariants are broken, once everything has been published that is going to be."""
     read = place.read()
     written = {f"k{n:04}" for n in range(place.count)}
     assert read.keys() <= written
-    found = {"lost"} if written - read.keys() else set()
-    return found | ({"twice"} if any(count > 1 for count in read.values()) else set())
+    missing, left = written - read.keys(), set(place.tables.left())
+    found = {Invariant.NO_LOSS} if missing - left else set()
+    found |= {Invariant.EACH_IS_PUBLISHED} if missing & left else set()
+    return found | ({Invariant.NO_DOUBLE} if any(count > 1 for count in read.values()) else set())
 
 
 def work(worker: Worker) -> None:

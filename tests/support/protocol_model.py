@@ -96,6 +96,7 @@ from functools import lru_cache
 from itertools import permutations
 from typing import Any, Final, NamedTuple
 
+from invariants import Invariant
 from protocol_servers import (
     SYSTEM,
     Base,
@@ -137,25 +138,26 @@ class Action(NamedTuple):
 
 
 @lru_cache(maxsize=20_000)
-def _wrong(published: tuple[Entry, ...], durable: tuple[Row, ...]) -> str:
-    """Return what is wrong with a lane's events if these transactions are durable."""
+def _wrong(published: tuple[Entry, ...], durable: tuple[Row, ...]) -> tuple[Invariant, str] | None:
+    """Return what is wrong with a lane's events if these transactions are durable, and which invariant that breaks."""
     seen: dict[str, bool] = {}
     for entry in published:
         loose = seen.setdefault(entry.record, entry.loose)
         if not loose and sum(other.record == entry.record for other in published) > 1:
-            return f"twice on the topic: {', '.join(other.record for other in published)}"
+            return Invariant.NO_DOUBLE, f"on the topic: {', '.join(other.record for other in published)}"
     history: dict[str, list[str]] = {}
     keys: dict[str, str] = {}
     for row in durable:
         history.setdefault(row.key, []).append(row.event_id)
         keys[row.event_id] = row.key
     if phantoms := sorted(set(seen).difference(keys)):
-        return f"on the topic, but their transactions are not durable: {', '.join(phantoms)}"
+        text = f"on the topic, but their transactions are not durable: {', '.join(phantoms)}"
+        return Invariant.NOTHING_LEFT_BEHIND, text
     for key, written in history.items():
         sent = [event_id for event_id in seen if keys[event_id] == key]
         if sent != written[: len(sent)]:
-            return f"key {key} is out of order on the topic: {', '.join(sent)}"
-    return ""
+            return Invariant.ORDER_OF_A_KEY, f"key {key} is out of order on the topic: {', '.join(sent)}"
+    return None
 
 
 class World:
@@ -235,7 +237,8 @@ class World:
         try:
             self.workers[action.who].step(action.what, action.how or "ok")
         except StateLost as error:
-            raise Violation(f"worker {action.who} stops, though nobody tampered with anything: {error}") from error
+            text = f"worker {action.who} stops, though nobody tampered with anything: {error}"
+            raise Violation(Invariant.NEVER_STOPS, text) from error
 
     def _kill(self, worker: int, _: str) -> None:
         self.workers[worker].kill()
@@ -322,7 +325,7 @@ class World:
                 continue
             here = durable if len(self.kafka.logs) == 1 else tuple(row for row in durable if row.lane == number)
             if wrong := _wrong(published, here):
-                raise Violation(wrong)
+                raise Violation(*wrong)
             lost.difference_update(entry.record for entry in published)
         if lost:
             # What was deleted when it was read is not lost yet.
@@ -332,7 +335,7 @@ class World:
                         lost.difference_update(lane.batch.event_ids)
         if lost:
             left = [row.event_id for row in now.history if row.event_id in lost]
-            raise Violation(f"lost, neither in the table nor on the topic: {left}")
+            raise Violation(Invariant.NO_LOSS, f"neither in the table nor on the topic: {left}")
         if self.strict:
             self._check_writers()
 
@@ -348,7 +351,8 @@ class World:
                     continue
                 if entry.transaction[0] != self.pg.now.lanes[number].base:
                     named = self.pg.now.lanes[number].base
-                    raise Violation(f"{entry.transaction} can commit lane {number}, whose row names {named}")
+                    text = f"{entry.transaction} can commit lane {number}, whose row names {named}"
+                    raise Violation(Invariant.NAMED_IN_THE_ROW, text)
 
     def drain(self) -> None:
         """Let one healthy worker work off everything, then demand that every event is on the topic."""
@@ -366,10 +370,10 @@ class World:
                     self.apply(Action("step", 0, "ok", request))
                     break
         if self.pg.now.rows:
-            raise Violation(f"a healthy worker leaves rows behind: {self.pg.now.rows}")
+            raise Violation(Invariant.EACH_IS_PUBLISHED, f"a healthy worker leaves rows behind: {self.pg.now.rows}")
         published = {entry.record for log in self.kafka.logs for entry in log.events}
         if published != {row.event_id for row in self.pg.now.history}:
-            raise Violation(f"on the topic: {published}, written: {self.pg.now.history}")
+            raise Violation(Invariant.NO_LOSS, f"on the topic: {published}, written: {self.pg.now.history}")
 
     def key(self, left: int) -> int:
         """Name the state by its hash.

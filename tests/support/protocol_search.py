@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from invariants import Invariant
 from protocol_model import Action, World
 from protocol_servers import Violation
 
@@ -21,6 +22,7 @@ class Search:
     depth: int
     complete: bool
     trace: tuple[str, ...] = ()
+    broken: Invariant | None = None
     violation: str = ""
 
     def __str__(self) -> str:
@@ -101,7 +103,7 @@ def _explore(world: World, keys: str, faults: int, progress: bool) -> Search:  #
                     world.apply(action)
                 except Violation as error:
                     trace = _trace(world, start, _actions(parents, here, action))
-                    return Search(len(parents), steps, depth, False, trace, str(error))
+                    return Search(len(parents), steps, depth, False, trace, error.broken, str(error))
                 there = world.key(left - fault)
                 if progress and not fault and there != here:
                     live.step(here, there)
@@ -111,7 +113,8 @@ def _explore(world: World, keys: str, faults: int, progress: bool) -> Search:  #
         frontier = following
     if progress and (state := live.stuck(parents)) is not None:
         trace = _trace(world, start, _actions(parents, state))
-        return Search(len(parents), steps, depth, False, trace, "stuck: only a fault could lead to the end")
+        text = "stuck: only a fault could lead to the end"
+        return Search(len(parents), steps, depth, False, trace, Invariant.EACH_IS_PUBLISHED, text)
     return Search(len(parents), steps, depth, True)
 
 

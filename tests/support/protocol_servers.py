@@ -7,6 +7,8 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from invariants import Invariant
+
 from relay.core.marker import Marker
 
 SYSTEM: Final = "7300000000000000001"
@@ -15,7 +17,11 @@ TransactionalId: TypeAlias = tuple[Base, int]
 
 
 class Violation(AssertionError):
-    """The guarantee is broken: an event is on the topic that must not be, or one is lost."""
+    """An invariant is broken: an event is on the topic that must not be, or one is lost."""
+
+    def __init__(self, broken: Invariant, text: str) -> None:
+        super().__init__(f"{broken}: {text}")
+        self.broken = broken
 
 
 class Fenced(Exception):

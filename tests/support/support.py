@@ -22,6 +22,7 @@ import psutil
 import psycopg
 import pytest
 from confluent_kafka import Message
+from invariants import Invariant
 from psycopg import sql
 from threads import Threads
 
@@ -399,11 +400,11 @@ class Crashes:
 
 
 class Unsound(AssertionError):
-    """The topic is not what the business rows say. ``kinds``: lost, invented, disorder; each with the keys."""
+    """The topic is not what the business rows say. ``broken``: the invariants, each with the keys."""
 
-    def __init__(self, kinds: dict[str, dict[str, Any]]) -> None:
-        super().__init__(kinds)
-        self.kinds = kinds
+    def __init__(self, broken: dict[Invariant, dict[str, Any]]) -> None:
+        super().__init__(broken)
+        self.broken = broken
 
 
 def check(url: str, messages: Iterable[Any]) -> int:
@@ -423,13 +424,15 @@ def check(url: str, messages: Iterable[Any]) -> int:
     with psycopg.connect(url, autocommit=True) as connection:
         business = dict(connection.execute("SELECT key, seq FROM business").fetchall())
     assert business, "the load wrote nothing"
-    found: dict[str, dict[str, Any]] = {
-        "lost": {key: gone for key, seq in business.items() if (gone := set(range(1, seq + 1)) - set(seen[key]))},
-        "invented": {key: seqs for key, seqs in seen.items() if len(seqs) > business.get(key, 0)},
-        "disorder": {key: seqs for key, seqs in seen.items() if seqs != sorted(seqs)},
+    found: dict[Invariant, dict[str, Any]] = {
+        Invariant.NO_LOSS: {
+            key: gone for key, seq in business.items() if (gone := set(range(1, seq + 1)) - set(seen[key]))
+        },
+        Invariant.NOTHING_LEFT_BEHIND: {key: seqs for key, seqs in seen.items() if len(seqs) > business.get(key, 0)},
+        Invariant.ORDER_OF_A_KEY: {key: seqs for key, seqs in seen.items() if seqs != sorted(seqs)},
     }
     if any(found.values()):
-        raise Unsound({kind: keys for kind, keys in found.items() if keys})
+        raise Unsound({invariant: keys for invariant, keys in found.items() if keys})
     assert dict(seen) == {key: list(range(1, seq + 1)) for key, seq in business.items()}
     return repeats
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tlc
+from invariants import Invariant
 
 _ROOT = Path(__file__).parents[4]
 
@@ -35,6 +36,11 @@ def test_what_it_abstracts_is_in_the_code() -> None:
         assert file, f"the specification names {path}, which is no file"
         last = name.rpartition(".")[2]
         assert re.search(rf"\b{last}\b", file.read_text()), f"the specification names {name} of {path}, which has none"
+
+
+@pytest.mark.parametrize("invariant", Invariant)
+def test_what_mutations_break_is_an_invariant_of_it(invariant: Invariant) -> None:
+    assert re.search(rf"(?m)^{invariant} ==", tlc.SPEC.read_text())
 
 
 def test_each_configuration_is_on_the_page() -> None:

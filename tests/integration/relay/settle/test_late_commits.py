@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from guard_support import Mutate, as_it_is, verdict, work
+from invariants import Invariant
 from kafka_proxy import END_TXN, Fired, KafkaProxy, delay_request
 from takeover_support import Place, Worker
 
@@ -121,13 +122,13 @@ def first_markers_unseen(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransactionalPublisher, "_commit", commit)
 
 
-LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[str]]] = [
+LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[Invariant]]] = [
     (a_turns_commit_is_late, as_it_is, set()),
-    (a_turns_commit_is_late, never_suspicious, {"twice"}),
-    (a_turns_commit_is_late, used_again, {"twice"}),
+    (a_turns_commit_is_late, never_suspicious, {Invariant.NO_DOUBLE}),
+    (a_turns_commit_is_late, used_again, {Invariant.NO_DOUBLE}),
     (the_first_markers_commit_is_late, as_it_is, set()),
-    (the_first_markers_commit_is_late, never_suspicious, {"twice"}),
-    (the_first_markers_commit_is_late, first_markers_unseen, {"twice"}),
+    (the_first_markers_commit_is_late, never_suspicious, {Invariant.NO_DOUBLE}),
+    (the_first_markers_commit_is_late, first_markers_unseen, {Invariant.NO_DOUBLE}),
 ]
 
 
