@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +28,7 @@ from mutants.table import MUTANTS, Mutant  # noqa: E402
 _COPIED: Final = ("outbox", "relay", "spark_jobs", "migrations", "tests", "examples", "docs", "deploy")
 _FAILED: Final = 1
 _LONGEST_SECONDS: Final = 900.0
+"""For the tests of one argument, a file or a folder."""
 
 
 def main() -> int:
@@ -77,7 +78,7 @@ def _run(tree: Path, mutant: Mutant) -> tuple[bool, str, float]:
         file.write_text(original)
 
 
-def _tests(tree: Path, tests: Iterable[str]) -> tuple[bool, str, float]:
+def _tests(tree: Path, tests: Collection[str]) -> tuple[bool, str, float]:
     """Return whether the tests pass, else the first that fails, and the seconds."""
     began = time.monotonic()
     done = subprocess.run(
@@ -99,7 +100,7 @@ def _tests(tree: Path, tests: Iterable[str]) -> tuple[bool, str, float]:
         env={**os.environ, "PYTHONPATH": str(tree)},
         capture_output=True,
         text=True,
-        timeout=_LONGEST_SECONDS,
+        timeout=_LONGEST_SECONDS * len(tests),
         check=False,
     )
     summary = done.stdout.rpartition("short test summary info")[2].splitlines()

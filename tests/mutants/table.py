@@ -169,6 +169,31 @@ MUTANTS: Final = (
         (f"{_RELAY}/core/test_lanes_under_load.py",),
     ),
     Mutant(
+        "sends_after_its_lease",
+        "OrderOfAKeyWithGaps: an at-most-once relay that wakes late sends nothing, its heir has sent later events",
+        "relay/kafka/idempotent.py",
+        "if self._leases[lane].remaining_seconds > self._delivery_seconds:",
+        "if True:",
+        (f"{_RELAY}/kafka/test_publisher.py", "tests/acceptance/test_at_most_once.py"),
+    ),
+    # The audit
+    Mutant(
+        "sums_are_not_compared",
+        "what is on Kafka is what was committed",
+        "relay/audit/comparison.py",
+        " and here.wholes == wholes.get(window, NOTHING)",
+        "",
+        (f"{_RELAY}/audit/test_audit.py",),
+    ),
+    Mutant(
+        "certificates_are_not_chained",
+        "no line of a certificate can be changed",
+        "relay/audit/certificate.py",
+        ' or values.get("previous") != before:',
+        ":",
+        (f"{_RELAY}/audit/test_audit.py",),
+    ),
+    Mutant(
         "audit_counts_twice",
         "a minute is audited once",
         "relay/audit/follow.py",
