@@ -169,6 +169,14 @@ MUTANTS: Final = (
         (f"{_RELAY}/core/test_lanes_under_load.py",),
     ),
     Mutant(
+        "lanes_of_before",
+        "EachIsPublished: when the number of lanes changes, each event is in one of them",
+        "outbox/_app/migrate.py",
+        "sa.Computed(expression, ",
+        "sa.Computed(lane_expression(256), ",
+        (f"{_RELAY}/core/test_lane_count.py",),
+    ),
+    Mutant(
         "sends_after_its_lease",
         "OrderOfAKeyWithGaps: an at-most-once relay that wakes late sends nothing, its heir has sent later events",
         "relay/kafka/idempotent.py",
@@ -313,6 +321,24 @@ MUTANTS: Final = (
         "for partition, (span, _) in sorted(self._ahead.items()):",
         "for partition, (span, _) in ():",
         ("tests/integration/spark_jobs/task/test_task_at_most_once.py",),
+    ),
+    # Transforms, and effects outside the database
+    Mutant(
+        "positions_first",
+        "no loss: positions are committed with the records",
+        "outbox/transform/_session.py",
+        "        began = self._firsts.begin()\n",
+        "        self._consumer.commit(offsets=list(positions.values()), asynchronous=False)\n"
+        "        began = self._firsts.begin()\n",
+        ("tests/acceptance/test_transform_records.py",),
+    ),
+    Mutant(
+        "key_of_each_attempt",
+        "once: a call that is made again has the same key",
+        "outbox/external/caller.py",
+        'key = f"{claim.message_id}{external.key_suffix}"',
+        'key = f"{claim.message_id}{external.key_suffix}-{claim.attempt}"',
+        ("tests/integration/outbox/external/test_external.py",),
     ),
     # The inbox
     Mutant(
