@@ -47,3 +47,12 @@ def test_each_configuration_is_on_the_page() -> None:
     page = tlc.SPEC.with_suffix(".md").read_text()
     missing = [config for config in tlc.CONFIGS if f"`{config}`" not in page]
     assert not missing
+
+
+def test_each_action_and_each_variable_is_on_the_page() -> None:
+    page, text = tlc.SPEC.with_suffix(".md").read_text(), "".join(module.read_text() for module in tlc.MODULES)
+    definitions = re.findall(r"(?m)^(\w+)(?:\(.*\))? ==((?:\n?.+)*)", text)
+    actions = {name for name, body in definitions if re.search(r"\b(?:pg|relay|kafka)' (?:=|\\in) ", body)}
+    assert len(actions) > 25
+    variables = re.findall(r"\w+", re.search(r"vars == <<(.*?)>>", text)[1])
+    assert not [name for name in [*variables, *sorted(actions)] if f"`{name}`" not in page]
