@@ -318,9 +318,9 @@ class _Comparison:
             written = self._tables.ledger() if self._ledger else {}
         taken = self._ids_of_groups(windows, on_kafka)
         more, hidden = self._topics.since(extents)
+        hides = {place.topic for place in hidden}
         late = self._topics.events(more, windows)
         self._look_again()
-        ends = {place: one.end for place, one in more.items()}
         accounted: dict[Window, tuple[Sum, bool]] = {}
         for window in windows:
             one, records = found[window], on_kafka[window]
@@ -336,7 +336,7 @@ class _Comparison:
                 self._differ(one, "repeated", event_id, text)
             if self._coverage.archived(window):
                 one.committed = len(known)
-                self._compare_archive(one, archived[window], records, late[window], ends, hidden)
+                self._compare_archive(one, archived[window], records, late[window], hidden)
                 known |= self._unarchived(one, records, known, written)
                 for event_id, text in unknown(records, known):
                     self._differ(one, "unknown", event_id, text)
@@ -347,7 +347,7 @@ class _Comparison:
                 known |= records.keys() | late[window].keys()
             if self._coverage.counted(window):
                 # Without an archive, what is between the outbox and its readers may be under way.
-                whole = self._coverage.archived(window) or not (one.waiting or window.topic in hidden)
+                whole = self._coverage.archived(window) or not (one.waiting or window.topic in hides)
                 accounted[window] = Sum(len(known), self._sum(known)), whole
         self._compare_ledger(found, accounted, written)
         windows = [window for window in windows if found[window].state != EXPIRED]
@@ -403,18 +403,16 @@ class _Comparison:
         archived: Mapping[bytes, Archived],
         on_kafka: Mapping[bytes, Sequence[OnKafka]],
         late: Mapping[bytes, Sequence[OnKafka]],
-        ends: Mapping[Partition, int],
-        hidden: Collection[str],
+        hidden: Mapping[Partition, range],
     ) -> None:
-        deleted = set()
+        deleted, hides = set(), {place.topic for place in hidden}
         for event_id, row in archived.items():
             records = on_kafka.get(event_id) or late.get(event_id) or ()
             if not records:
                 if row.place is not None and (row.offset or 0) < self._coverage.low.get(row.place, 0):
                     deleted.add(event_id)
                     continue
-                behind = row.place is not None and row.place in ends and (row.offset or 0) >= ends[row.place]
-                if behind or (row.place is None and one.window.topic in hidden):
+                if one.window.topic in hides if row.place is None else row.offset in hidden.get(row.place, ()):
                     one.waiting += 1
                     continue
                 where = "" if row.place is None else f", was at partition {row.place.number} offset {row.offset}"

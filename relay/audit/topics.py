@@ -94,8 +94,8 @@ class Topics:
             extents[one] = Extent(start, max(ends[one], start), cut)
         return extents
 
-    def since(self, extents: Mapping[Partition, Extent]) -> tuple[dict[Partition, Extent], set[str]]:
-        """Return what has come since ``extents``, and the topics in which an open transaction hides more.
+    def since(self, extents: Mapping[Partition, Extent]) -> tuple[dict[Partition, Extent], dict[Partition, range]]:
+        """Return what has come since ``extents``, and the offsets that open transactions hide, by partition.
 
         Raises Unavailable.
         """
@@ -104,7 +104,7 @@ class Topics:
             stable, high = self._offsets.stable(partitions), self._offsets.high(partitions)
         behind = {one: extents[one].end if one in extents else 0 for one in partitions}
         new = {one: Extent(behind[one], max(stable[one], behind[one])) for one in partitions}
-        return new, {one.topic for one in partitions if stable[one] < high[one]}
+        return new, {one: range(stable[one], high[one]) for one in partitions if stable[one] < high[one]}
 
     def low(self, extents: Mapping[Partition, Extent]) -> dict[Partition, int]:
         """Return the first offset of each of these partitions that still exists. Raises Unavailable."""

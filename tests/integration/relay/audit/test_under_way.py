@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline, an_id, pipeline
+from confluent_kafka import Producer
 from plans import nodes
 from psycopg import sql
 from rows_and_roles import login_role
@@ -131,3 +132,19 @@ def test_an_event_that_is_published_and_not_settled_yet(pipeline, tmp_path):
     states, _ = certified(pipeline, tmp_path / "certificate")
     assert "open" in states
     assert sum(one["waiting"] for one in pipeline.audit()[1]["windows"]) == 1
+
+
+def test_what_an_open_transaction_hides_on_kafka(pipeline, tmp_path):
+    """Another program's, in front of events that were acknowledged."""
+    kafka = {"bootstrap.servers": pipeline.kafka.bootstrap_servers, "transactional.id": pipeline.topic}
+    producer = Producer(kafka)
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for part in range(3):
+        producer.produce(pipeline.topic, b"x", partition=part)
+    assert producer.flush(30) == 0
+    pipeline.sent()
+    assert certified(pipeline, tmp_path / "certificate") == ({"open"}, 0)
+    assert sum(one["waiting"] for one in pipeline.audit()[1]["windows"]) == EVENTS
+    producer.abort_transaction(30)
+    assert certified(pipeline, tmp_path / "certificate") == ({"equal"}, EVENTS)
