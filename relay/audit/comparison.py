@@ -8,7 +8,8 @@ import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import connect
 from outbox.errors import ConfigurationError
 from relay.audit import ledger
+from relay.audit.counted import unlike_ledger
 from relay.audit.coverage import Coverage
 from relay.audit.findings import (
     DIFFERENT,
@@ -50,6 +52,7 @@ from relay.audit.tables import UNPUBLISHED, Archived, Committed, Misplaced, Tabl
 from relay.audit.topics import Cell, OnKafka, Topics, window_sums
 from relay.audit.transactions import closed_now
 from relay.config import Settings, shared_source_note
+from relay.core.ports import Unavailable
 from relay.database import Connector
 from relay.kafka.offsets import Partition
 from relay.operations.trace import topics_of
@@ -64,7 +67,14 @@ def audit(settings: Settings, scope: Scope) -> Audit:
     Raises Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError.
     """
     with ExitStack() as opened:
-        return _Comparison(settings, scope, opened).run()
+        comparison = _Comparison(settings, scope, opened)
+        found = comparison.run()
+    if comparison.uncounted and comparison.unread:
+        # Before a change of routes, what the ledger counts may have gone there.
+        with ExitStack() as opened, suppress(Unavailable):
+            again = _Comparison(settings, replace(scope, former=comparison.unread), opened).run()
+            return again if again.count <= found.count else found
+    return found
 
 
 class _Comparison:
@@ -98,6 +108,10 @@ class _Comparison:
         """The ids of events that Kafka has had."""
         self._placed: dict[bytes, tuple[Partition, int]] = {}
         """By id, where Kafka has events of which the archive does not know that."""
+        self.uncounted = False
+        """Whether the ledger counts something else than is known."""
+        self.unread: Collection[str] = ()
+        """Topics of groups that were not read, as this outbox does not write to them."""
         self._groups: Groups | None = None
         if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
             self._groups = Groups(self._sink, settings.consumer_schema, scope.group, self._minutes, self._key)
@@ -189,7 +203,9 @@ class _Comparison:
                 found = self._groups.groups(None)
             if self._scope.group is not None and not found:
                 raise ConfigurationError(f"--group {self._scope.group}: there is no such group with positions")
-            read |= {topic for group in found for topic in group.topics if self._router.may_write(topic)}
+            theirs = {topic for group in found for topic in group.topics}
+            read |= {topic for topic in theirs if self._router.may_write(topic) or topic in self._scope.former}
+            self.unread = theirs - read
         elif self._scope.group is not None:
             raise ConfigurationError(f"--group {self._scope.group}: there are no tables of consumers")
         else:
@@ -258,7 +274,7 @@ class _Comparison:
                 one.state = EXPIRED
             elif here is not None and not (here.complete and here.wholes == wholes.get(window, NOTHING)):
                 one.state = DIFFERENT
-        for window in unlike(known, written):
+        for window in unlike(known, written, self._scope.former):
             if found[window].state != EXPIRED:
                 found[window].state = DIFFERENT
         return found
@@ -306,7 +322,7 @@ class _Comparison:
                 )
                 return
             compared += count
-            self._compare(found, [window for window in windows if found[window].state != EXPIRED])
+            self._compare(found, windows)
 
     def _compare(self, found: Mapping[Window, WindowAudit], windows: Sequence[Window]) -> None:
         """Compare the events of these windows: all windows of their minutes."""
@@ -324,14 +340,17 @@ class _Comparison:
         accounted: dict[Window, tuple[Sum, bool]] = {}
         for window in windows:
             one, records = found[window], on_kafka[window]
+            known = set(archived[window]).union(*(ids[window] for ids in left))
             if self._coverage.lost(window):
                 one.state = EXPIRED
+                # What is left may be what the ledger counts for another topic.
+                known |= records.keys() | late[window].keys()
+                accounted[window] = Sum(len(known), self._sum(known)), True
                 continue
             one.state = EQUAL
             one.kafka, one.repeated = len(records), sum(map(len, records.values())) - len(records)
             one.sums["kafka"] = self._sum(records)
             one.waiting, one.dead, one.discarded = (len(ids[window]) for ids in left)
-            known = set(archived[window]).union(*(ids[window] for ids in left))
             for event_id, text in repeats(records):
                 self._differ(one, "repeated", event_id, text)
             if self._coverage.archived(window):
@@ -345,11 +364,12 @@ class _Comparison:
             else:
                 one.committed = None
                 known |= records.keys() | late[window].keys()
-            if self._coverage.counted(window):
-                # Without an archive, what is between the outbox and its readers may be under way.
-                whole = self._coverage.archived(window) or not (one.waiting or window.topic in hides)
-                accounted[window] = Sum(len(known), self._sum(known)), whole
-        self._compare_ledger(found, accounted, written)
+            # Without an archive, what is between the outbox and its readers may be under way.
+            whole = self._coverage.archived(window) or not (one.waiting or window.topic in hides)
+            accounted[window] = Sum(len(known), self._sum(known)), whole
+        for one, kind, text in unlike_ledger(found, accounted, written, self._coverage, self._scope.former, self._now):
+            self.uncounted = True
+            self._differ(one, kind, None, text)
         windows = [window for window in windows if found[window].state != EXPIRED]
         for group, applied, excused in taken:
             self._compare_group(found, windows, group, applied, excused, on_kafka, late)
@@ -371,31 +391,6 @@ class _Comparison:
         if more:
             window.committed = None
         return more
-
-    def _compare_ledger(
-        self,
-        found: Mapping[Window, WindowAudit],
-        accounted: Mapping[Window, tuple[Sum, bool]],
-        written: Mapping[Window, Sum],
-    ) -> None:
-        """Compare the number of events that were written with those that are known; the ledger has no ids.
-
-        accounted   the sum over those that are known, and whether these must be all.
-        """
-        for window in accounted:
-            in_ledger = written.get(window, NOTHING)
-            found[window].committed, found[window].sums["ledger"] = in_ledger.events, in_ledger.hashes
-        for window in unlike({window: known for window, (known, _) in accounted.items()}, written):
-            one, (known, whole) = found[window], accounted[window]
-            if not whole:
-                # The rest may be what waits, or what an open transaction hides.
-                one.state = OPEN
-            # Of a minute that is not over, the readings differ by what is written meanwhile.
-            elif window.minute < self._now:
-                events = written.get(window, NOTHING).events
-                where = "its archive" if self._coverage.archived(window) else "on Kafka"
-                text = f"{events} events were written, and {known.events} are in the outbox or {where}"
-                self._differ(one, "missing" if events >= known.events else "unknown", None, text)
 
     def _compare_archive(
         self,

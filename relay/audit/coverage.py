@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
 from typing import Final
 
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -36,6 +38,7 @@ class Coverage:
         """The first offset of each partition, after the last reading."""
         self._ledger_from = minutes.start
         self._expired: dict[str, float] = {}
+        self._kept_since: Callable[[str], float] = lambda _: math.inf
 
     def archived(self, window: Window) -> bool:
         """Return whether the archive has all events of a window that were published."""
@@ -81,14 +84,18 @@ class Coverage:
                 notes.append(
                     f"topic {topic} may be compacted (cleanup.policy), and then Kafka deletes records: not compared"
                 )
-        kept: dict[str, float | None] = {}
+        began = time.monotonic()
+        retention = cache(admin.retention_seconds)
+
+        def kept_since(topic: str) -> float:
+            seconds = retention(topic)
+            return math.inf if seconds is None else now + time.monotonic() - began - seconds
+
+        self._kept_since = kept_since
         for place, extent in extents.items():
             if extent.cut:
-                if place.topic not in kept:
-                    kept[place.topic] = admin.retention_seconds(place.topic)
-                seconds = kept[place.topic]
                 # The log of a quiet partition begins late, or has no record. Yet none was deleted that was younger.
-                self._lose(place, first.get(place), math.inf if seconds is None else now - seconds)
+                self._lose(place, first.get(place), kept_since(place.topic))
         return notes
 
     def of_kafka(self, topics: Topics, extents: Mapping[Partition, Extent]) -> None:
@@ -101,7 +108,7 @@ class Coverage:
         }
         times = topics.times(cut)
         for place in cut:
-            self._lose(place, times.get(place), math.inf)
+            self._lose(place, times.get(place), math.inf if place in times else self._kept_since(place.topic))
         self.low = low
 
     def notes(self, windows: Collection[WindowAudit]) -> list[str]:

@@ -127,6 +127,7 @@ class Scope:
     partial       groups that leave events out on purpose: nothing is missing there.
     order_minutes  how many minutes before ``since`` the order of keys is compared with.
     closed        all its minutes are known to be over; a scheduled event keeps none of them open.
+    former        topics of groups to which no route leads: only to find what the ledger counts and others have not.
     key           of the hashes: that of a certificate, to repeat its sums; by default a new one.
     """
 
@@ -138,6 +139,7 @@ class Scope:
     key: bytes | None = None
     order_minutes: int = 0
     closed: bool = False
+    former: Collection[str] = ()
 
 
 def parts(found: Mapping[Window, WindowAudit]) -> Iterator[list[int]]:

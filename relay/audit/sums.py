@@ -10,7 +10,7 @@ import datetime as dt
 import hashlib
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, LiteralString, NamedTuple
 
@@ -47,16 +47,20 @@ class Sum:
 NOTHING: Final = Sum()
 
 
-def unlike(known: Mapping[Window, Sum], written: Mapping[Window, Sum]) -> list[Window]:
+def unlike(known: Mapping[Window, Sum], written: Mapping[Window, Sum], former: Collection[str] = ()) -> list[Window]:
     """Return the windows of which something else was written than is known.
 
     None of a minute of which that is equal over all topics: then events went elsewhere, as routes have changed since.
+    Topics that are ``former`` count only for that.
     """
     here, there = _by_minute(known), _by_minute(written)
+    routed = {window: one for window, one in known.items() if window.topic not in former}
+    ours = _by_minute(routed)
     return [
         window
-        for window, one in known.items()
-        if one != written.get(window, NOTHING) and here[window.minute] != there[window.minute]
+        for window, one in routed.items()
+        if one != written.get(window, NOTHING)
+        and there[window.minute] not in (here[window.minute], ours[window.minute])
     ]
 
 

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import psycopg
 import pytest
-from confluent_kafka import OFFSET_END, Producer, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Producer, TopicPartition
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka.admin import AdminClient
 from inbox_support import FAST, Running
@@ -155,7 +155,7 @@ class Pipeline:
         """Return an event's record."""
         reader = KafkaConsumer({"bootstrap.servers": self.kafka.bootstrap_servers, "group.id": "reader"})
         count = len(reader.list_topics(self.topic, 30).topics[self.topic].partitions)
-        reader.assign([TopicPartition(self.topic, part, 0) for part in range(count)])
+        reader.assign([TopicPartition(self.topic, part, OFFSET_BEGINNING) for part in range(count)])
         try:
             while (message := reader.poll(30)) is not None:
                 if dict(message.headers())["ce_id"] == event_id.encode():

@@ -18,8 +18,9 @@ __all__ = ["order", "pipeline"]
 
 @pytest.fixture
 def one_partition(pipeline: Pipeline) -> Pipeline:
+    """Of a topic that need not have what is older than five minutes."""
     pipeline.kind = pipeline.kafka.name("Gone")
-    pipeline.topic = pipeline.kafka.create_topic(f"{pipeline.kind.lower()}-events", 1)
+    pipeline.topic = pipeline.kafka.create_topic(f"{pipeline.kind.lower()}-events", 1, {"retention.ms": "300000"})
     return pipeline
 
 
