@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,7 @@ import orjson
 
 from outbox import __version__
 from outbox.errors import ConfigurationError, OperationRefused
-from relay.audit.findings import EQUAL, EXPIRED, OPEN, Audit, WindowAudit
+from relay.audit.findings import DIFFERENT, EQUAL, EXPIRED, OPEN, Audit, Scope, WindowAudit
 from relay.config import Settings
 
 _FORMAT: Final = 1
@@ -25,11 +26,11 @@ _BEGIN: Final = "0" * 64
 _STRICT: Final = orjson.OPT_SORT_KEYS
 
 
-def write(path: Path, found: Audit, settings: Settings) -> str:
+def write(path: Path, found: Audit, scope: Scope, settings: Settings) -> str:
     """Write a certificate, and return the hash of its last line. Raises OperationRefused if there are differences."""
     if found.differs:
         raise OperationRefused("no certificate was written: the audit found differences")
-    lines = list(_lines(found, settings))
+    lines = list(_lines(found, scope, settings))
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return hashlib.sha256(lines[-1]).hexdigest()
 
@@ -56,6 +57,15 @@ def read(path: Path, digest: str | None = None) -> tuple[list[dict[str, Any]], s
     return lines, before
 
 
+def scope_of(lines: list[dict[str, Any]]) -> Scope:
+    """Return what to audit, to repeat a certificate's sums."""
+    head = lines[0]
+    since, until = (dt.datetime.fromisoformat(head[name]) for name in ("since", "until"))
+    return Scope(
+        since, until, head.get("topics"), head.get("group"), head.get("partial", ()), bytes.fromhex(head["key"])
+    )
+
+
 def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], int]:
     """Return in what an audit differs from a certificate's windows, and how many of these can be compared.
 
@@ -68,6 +78,11 @@ def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], i
         if one is None or one.state == EXPIRED or (one.committed is None and line["committed"] is not None):
             continue
         compared += 1
+        if one.state == DIFFERENT:
+            # The sums are over ids: a payload, a place or an order changes none.
+            counts = found.counts.get(one.window, Counter[str]())
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+            texts.append(f"{line['topic']} {line['start']}: {kinds or 'different'}; `outbox audit` names the events")
         values = _window(one)
         pairs = [(name, line[name], values[name]) for name in ("committed", "kafka")]
         for part in ("sums", "groups"):
@@ -83,7 +98,7 @@ def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], i
     return texts, compared
 
 
-def _lines(found: Audit, settings: Settings) -> Iterator[bytes]:
+def _lines(found: Audit, scope: Scope, settings: Settings) -> Iterator[bytes]:
     windows = [one for one in found.windows if one.state == EQUAL]
     before = _BEGIN
     head = {
@@ -92,6 +107,9 @@ def _lines(found: Audit, settings: Settings) -> Iterator[bytes]:
         "version": __version__,
         "since": found.since,
         "until": found.until,
+        "topics": None if scope.topics is None else sorted(scope.topics),
+        "group": scope.group,
+        "partial": sorted(scope.partial),
         "key": found.key.hex(),
         "delivery": str(settings.delivery),
         "written_at": dt.datetime.now(dt.UTC),

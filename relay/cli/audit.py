@@ -72,7 +72,7 @@ def audit(
     else:
         _show(found)
     if certificate is not None:
-        digest = certificates.write(certificate, found, settings)
+        digest = certificates.write(certificate, found, scope, settings)
         say(f"{certificate}: written; the SHA-256 of its last line is {digest}", err=as_json)
     if found.differs:
         raise typer.Exit(1)
@@ -104,10 +104,7 @@ def verify(
     from relay.audit.comparison import audit
 
     lines, digest = certificates.read(file, sha256)
-    head = lines[0]
-    since, until = (dt.datetime.fromisoformat(head[name]) for name in ("since", "until"))
-    scope = Scope(since, until, key=bytes.fromhex(head["key"]))
-    found = audit(load_with_sink(database_url, sink_url), scope)
+    found = audit(load_with_sink(database_url, sink_url), certificates.scope_of(lines))
     texts, compared = certificates.differences(lines, found)
     for text in texts:
         say(text)

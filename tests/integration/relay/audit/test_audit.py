@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
 import json
 from typing import Any
 from uuid import UUID
@@ -312,29 +311,3 @@ def test_what_relays_publish_when_they_keep_no_archive_any_more_is_not_unknown(
     unknown = str(an_id())
     pipeline.produce(value=b"{}", headers={"ce_id": unknown, "ce_source": "/outbox"}, timestamp=sent)
     assert pipeline.differences() == [("unknown", unknown)]
-
-
-def test_a_certificate_is_repeated_and_can_not_be_changed(pipeline, tmp_path):
-    pipeline.add(ago=600)
-    pipeline.published()
-    pipeline.applied(EVENTS)
-    file = tmp_path / "certificate"
-    status, found = pipeline.audit("--certificate", str(file))
-    assert status == 0, found
-    lines = file.read_bytes().splitlines()
-    assert len(lines) >= 3
-
-    def verify(*options: str) -> Any:
-        return CliRunner().invoke(app, ["audit", "verify", str(file), *options], env=pipeline.environment)
-
-    digest = hashlib.sha256(lines[-1]).hexdigest()
-    assert verify("--sha256", digest).exit_code == 0, verify().output
-    assert verify("--sha256", "0" * 64).exit_code == 2
-    pipeline.run(
-        "DELETE FROM consumer.processed_messages WHERE message_id = (SELECT min(message_id::text)::uuid "
-        "FROM consumer.processed_messages)"
-    )
-    assert verify().exit_code == 1
-    file.write_bytes(b"\n".join([lines[0].replace(b"at-least-once", b"exactly-once"), *lines[1:]]) + b"\n")
-    done = verify()
-    assert (done.exit_code, "was changed" in done.output) == (2, True)

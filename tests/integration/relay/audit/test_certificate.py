@@ -1,0 +1,84 @@
+"""A certificate can't be changed, and `outbox audit verify` notices whatever is changed afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit_support import EVENTS, Pipeline, pipeline
+from support import order
+from typer.testing import CliRunner
+
+from relay.cli.app import app
+
+__all__ = ["order", "pipeline"]
+
+
+def certified(pipeline: Pipeline, file: Path, *options: str) -> list[bytes]:
+    status, found = pipeline.audit("--certificate", str(file), *options)
+    assert status == 0, found
+    return file.read_bytes().splitlines()
+
+
+def verify(pipeline: Pipeline, file: Path, *options: str) -> Any:
+    return CliRunner().invoke(app, ["audit", "verify", str(file), *options], env=pipeline.environment)
+
+
+def test_each_later_change_of_the_events_is_noticed(pipeline, tmp_path):
+    ids, file = pipeline.sent(), tmp_path / "certificate"
+    pipeline.applied(EVENTS)
+    lines = certified(pipeline, file)
+    assert verify(pipeline, file, "--sha256", hashlib.sha256(lines[-1]).hexdigest()).exit_code == 0
+    assert verify(pipeline, file, "--sha256", "0" * 64).exit_code == 2
+    archive, remembered = "outbox.published", "consumer.processed_messages"
+    for table, damage, named in (
+        (archive, "UPDATE {table} SET payload = '[]' WHERE event_id = '{id}'", "1 payload"),
+        (archive, "UPDATE {table} SET event_id = gen_random_uuid() WHERE event_id = '{id}'", "1 unknown"),
+        (archive, "DELETE FROM {table} WHERE event_id = '{id}'", "1 unknown"),
+        (remembered, "DELETE FROM {table} WHERE message_id = '{id}'", "1 missing"),
+    ):
+        pipeline.run(f"CREATE TABLE public.before AS TABLE {table}")
+        pipeline.run(damage.format(table=table, id=ids[5]))
+        done = verify(pipeline, file)
+        assert (done.exit_code, named in done.output) == (1, True), (damage, done.output)
+        pipeline.run(f"DELETE FROM {table}; INSERT INTO {table} TABLE public.before; DROP TABLE public.before")
+    assert verify(pipeline, file).exit_code == 0
+    pipeline.repeat(ids[5])
+    done = verify(pipeline, file)
+    assert (done.exit_code, "1 repeated" in done.output) == (1, True), done.output
+
+
+@pytest.mark.parametrize("option", ["--partial", "--group"])
+def test_it_is_repeated_as_the_audit_was_made(pipeline, tmp_path, option):
+    """With a group that leaves events out, or of another group alone."""
+    ids, file = pipeline.sent(), tmp_path / "certificate"
+    pipeline.applied(EVENTS)
+    other = pipeline.kafka.name("other")
+    for table in ("groups", "offsets", "processed_messages"):
+        copied = f"(jsonb_populate_record(t, jsonb_build_object('grp', '{other}'))).*"
+        pipeline.run(f"INSERT INTO consumer.{table} SELECT {copied} FROM consumer.{table} AS t")
+    pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id = '{ids[5]}' AND grp = '{pipeline.group}'")
+    assert pipeline.differences() == [("missing", ids[5])]
+    certified(pipeline, file, option, pipeline.group if option == "--partial" else other)
+    done = verify(pipeline, file)
+    assert done.exit_code == 0, done.output
+
+
+def test_a_file_that_was_changed_is_none(pipeline, tmp_path):
+    pipeline.add(EVENTS, ago=1200)
+    pipeline.sent()
+    file = tmp_path / "certificate"
+    lines = certified(pipeline, file)
+    assert len(lines) >= 4
+    for changed in (
+        [lines[0].replace(b"at-least-once", b"exactly-once"), *lines[1:]],
+        [*lines[:1], lines[1].replace(b'"kafka":', b'"kafka":1'), *lines[2:]],
+        [*lines[:1], *lines[2:]],
+        [lines[0], lines[2], lines[1], *lines[3:]],
+        [*lines[:2], lines[1], *lines[2:]],
+        lines[:-1],
+    ):
+        file.write_bytes(b"\n".join(changed) + b"\n")
+        assert verify(pipeline, file).exit_code == 2, changed
