@@ -194,6 +194,10 @@ def test_each_difference_between_the_archive_and_kafka_is_named(pipeline):
         (ids[4], 'headers = \'{"tenant": "b"}\''),
         (subject, 'headers = \'{"ce_subject": "order-2"}\''),
         (ids[5], "partition = (partition + 1) % 3"),
+        (ids[11], "event_type = 'Paid'"),
+        (ids[13], "aggregate_id = 'key-of-another'"),
+        # The last of its key.
+        (ids[58], '"offset" = "offset" + 500'),
         # As if it was written before ids[1], which is of its key and stands before it.
         (ids[8], f"id = (SELECT id FROM outbox.published WHERE event_id = '{ids[1]}') - 1000"),
     ):
@@ -201,8 +205,15 @@ def test_each_difference_between_the_archive_and_kafka_is_named(pipeline):
     place = {"key": twice.key(), "headers": twice.headers(), "partition": (twice.partition() + 1) % 3}
     pipeline.produce(value=twice.value(), **place)
     pipeline.produce(value=b"{}", key=b"key-1", headers={"ce_id": unwritten, "ce_source": "/outbox"})
+    # On a topic to which another type goes.
+    other = f"{pipeline.kind.lower()}-other-events"
+    write(pipeline.database.url, [Event(f"{pipeline.kind}-other", "k", "Placed", {})])
+    pipeline.published()
+    misrouted = pipeline.record(ids[17])
+    pipeline.produce(topic=other, key=misrouted.key(), value=misrouted.value(), headers=misrouted.headers())
     named = [("unknown", unarchived), ("missing", lost), ("repeated", ids[20]), ("unknown", unwritten)]
     named += [("payload", ids[3]), ("payload", ids[4]), ("payload", subject), ("partition", ids[5]), ("order", ids[1])]
+    named += [("payload", ids[11]), ("payload", ids[13]), ("order", ids[58]), ("unknown", ids[17])]
     assert pipeline.differences() == sorted(named)
 
 
@@ -311,3 +322,19 @@ def test_what_relays_publish_when_they_keep_no_archive_any_more_is_not_unknown(
     unknown = str(an_id())
     pipeline.produce(value=b"{}", headers={"ce_id": unknown, "ce_source": "/outbox"}, timestamp=sent)
     assert pipeline.differences() == [("unknown", unknown)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--since", "2026-11-25T10:00", "--until", "2026-11-25T10:00"], "is not before --until"),
+        (["--since", "2026-11-25T10:01", "--until", "2026-11-25T10:00"], "is not before --until"),
+        (["--group", "nobody"], "--group nobody: there "),
+        (["--follow", "--json"], "--follow goes with --since and --partial only"),
+        (["--follow", "--group", "nobody"], "--follow goes with --since and --partial only"),
+    ],
+)
+def test_what_can_not_be_asked_for(outbox_postgres, outbox_kafka, words, said):
+    pipeline = Pipeline(outbox_postgres, outbox_kafka, "Order", "order-events")
+    done = CliRunner().invoke(app, ["audit", *words], env=pipeline.environment)
+    assert (done.exit_code, done.output.count("\n"), said in done.output) == (2, 1, True), done.output
