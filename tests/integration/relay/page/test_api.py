@@ -26,6 +26,7 @@ from page_access import (
     through_proxy,
 )
 from page_support import Answer, PageRun
+from psycopg.types.json import Jsonb
 from rows_and_roles import put
 
 from relay.page.page import NAVIGATION
@@ -119,6 +120,23 @@ def test_what_a_view_says_is_there(serve, letters):
     # An id leads to the event, here as there.
     found = page.ask(f"/api/events?q={letters}", headers=token(page))
     assert (found.status, found.headers["location"]) == (303, f"{page.base}/api/events/{letters}")
+
+
+def test_what_the_audit_has_found_is_shown(serve, environment):
+    page, at = serve().sign_in(), "2026-11-25T10:00:00+00:00"
+    found = {"kind": "missing", "event_id": None, "topic": "orders", "window": at, "text": "2 of 3", "group": None}
+    with psycopg.connect(environment) as connection:
+        counts = {"missing": 41, "repeated": 42, "other": 43, "skipped": 44}
+        for topic in ("orders", ""):
+            connection.execute(
+                "INSERT INTO outbox.verified (topic, verified_until, missing, repeated, other, skipped, differences) "
+                "VALUES (%s, %s, %s, %s, %s, %s, %s)",
+                (topic, at, *counts.values(), Jsonb([found])),
+            )
+    [topic] = get(page, "/audit?side=events")["topics"]
+    assert {name: topic[name] for name in ("topic", *counts)} == {"topic": "orders", **counts}
+    text = page.ask("/audit?side=events").text
+    assert all(f">{one}<" in text for one in ("orders", *counts.values(), "missing", "2 of 3")), text
 
 
 def test_only_who_shows_the_token_is_answered(serve, environment):
