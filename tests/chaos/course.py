@@ -106,6 +106,11 @@ class Configuration:
     traces: bool = False
     """Relays record their steps."""
 
+    @property
+    def audited(self) -> bool:
+        """Return whether relays keep an archive, by which operators replay and the audit compares."""
+        return self.operators or self.traces
+
     def __str__(self) -> str:
         return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"
 

@@ -148,7 +148,7 @@ class Members:
         calls = [Effect(ids.event(event_id), (topic, part), at) for event_id, topic, part, at, _ in settled]
         results = read_all(self._stage.topics, [self._stage.results], lambda message: _result(message, ids))
         return [
-            Group(GROUP, self._topics, _effects(connection, ids), dead=letters),
+            Group(GROUP, self._topics, _effects(connection, ids), dead=letters, audited=True),
             Group("results", self._topics, results, per_message=True, by_key=True, dead=refused),
             Group("payments", paid, calls, by_key=True),
         ]

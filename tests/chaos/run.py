@@ -193,7 +193,7 @@ class _Run:
         if operators.mixed:
             bound = RepeatBound(*bound_of(done, relays, self.stage.turn_events))
         result.verdict = self._check(load, reader, operators, members, bound)
-        if course.configuration.operators:
+        if course.configuration.audited:
             moved = any(name.startswith("partitions") for name in operators.outcomes)
             compare_with_audit(self.stage, result.verdict, bound, sure=not moved)
         if course.configuration.traces:

@@ -36,6 +36,7 @@ _BATCHES_OF_A_TURN: Final = 8
 _PARTITIONS: Final = 4
 _WAL_SLOT: Final = "chaos"
 _ADMIN_SECONDS: Final = 5.0
+_IDS_BEFORE_SECONDS: Final = 90.0
 
 # SIGKILL leaves what was written to the kernel. What commits asynchronously stays in the server for up to 2 seconds.
 _POSTGRES: Final = {"fsync": "off", "wal_writer_delay": "2s", "max_connections": "100", "autovacuum_naptime": "5s"}
@@ -87,7 +88,8 @@ class Stage:
         self._course = course
         self._site = site
         self._opened = opened
-        self.ids = EventIds(secrets.token_hex(8))
+        # No id is of a time to come, of which an audit would say nothing yet.
+        self.ids = EventIds(secrets.token_hex(8), time.time() - _IDS_BEFORE_SECONDS)
         self.topics = opened.enter_context(Topics(site.cluster.bootstrap_servers))
         self.kinds = self._kinds()
         self.results, self.refused = self.topics.name("results"), self.topics.name("refused")
@@ -255,6 +257,6 @@ class Stage:
             "failures__max_backoff_seconds": 1,
             "kafka__reconnect_backoff_max_ms": 500,
         }
-        if configuration.operators:
+        if configuration.audited:
             settings["relay__archive_days"] = 1
         return settings
