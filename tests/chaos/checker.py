@@ -50,6 +50,7 @@ that did it, so it is known also where their command was cut off.
 |                            | repeated, not even later; others are repeated as at-least-once allows                  |
 | replays                    | as many messages with the header of a replay as were sent again, each once as the      |
 |                            | delivery has it, and each replay's in the order of each key; others are not excused    |
+| deletes old records        | nothing else: those count that a reader has kept from before                           |
 | adds partitions            | a key is in the partition that its hash has under a number of partitions that the      |
 |                            | topic has had. In each partition the order of a key holds, but for an event that is    |
 |                            | in another one too: its repeats need not follow its first appearance there             |

@@ -73,6 +73,8 @@ _ACTS: Final = {
 LANES: Final = (4, 7, 64, 256)
 """How many lanes an outbox has."""
 
+_RETENTION: Final = (0.35, 0.7)
+"""After which parts of a run old records are deleted, in one seed of five: there an audit compares less."""
 _LANES_EARLY: Final = 0.5
 """How often operators soon change the number of lanes: it takes so long that there may be no time for it later."""
 _CALM_PART: Final = 0.4
@@ -186,6 +188,11 @@ class Course:
         """Return how many faults of each kind there are."""
         return dict(sorted(Counter(fault.name for fault in self.faults).items()))
 
+    @property
+    def retention(self) -> bool:
+        """Return whether records are deleted from Kafka."""
+        return any(act.name == "retention" for act in self.acts)
+
     def failpoint(self, start: int) -> str:
         """Return what the relay gets that is the ``start``-th to be started."""
         return self.failpoints[start] if start < len(self.failpoints) else ""
@@ -226,6 +233,9 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         faults.append(Fault(at, "promote"))
         calm_at = at + _AFTER_PROMOTION_SECONDS
     faults = [_around(each, calm_at, calm) for each in faults]
+    acts = [*_acts(seed, configuration, (calm_at, calm_at + calm), standby=standby)]
+    if configuration.operators and seed % 5 == 4:
+        acts += [Act(round(part * configuration.seconds, 1), "retention") for part in _RETENTION]
     # Few events a lane, where its steps are to be explained.
     lanes = 256 if seed % 2 or configuration.traces else 4
     return Course(
@@ -237,9 +247,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         topic_created_at=round(seconds * chance.uniform(0.1, 0.3), 1),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
         failpoints=tuple(_failpoints(chance, configuration, int(seconds))),
-        acts=tuple(
-            sorted(_acts(seed, configuration, (calm_at, calm_at + calm), standby=standby), key=lambda act: act.at)
-        ),
+        acts=tuple(sorted(acts, key=lambda act: act.at)),
         member_faults=tuple(
             _track(
                 _chance(seed, configuration, "members"),

@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -116,15 +116,12 @@ class Members:
         """
         self._stage.topics.await_transactions(self._topics)
         admin = KafkaAdmin({"bootstrap.servers": self._stage.settings["bootstrap_servers"]})
-        transformer = Consumer(
-            {"bootstrap.servers": self._stage.topics.bootstrap_servers, "group.id": self._transform_group}
-        )
         seen, changed_at = None, time.monotonic()
-        try:
+        with self._transformer() as transformer:
             while time.monotonic() - changed_at < _STANDS_STILL_SECONDS * patience() / 4:
                 self.tend()
                 with psycopg.connect(self._url) as connection:
-                    positions = {(topic, part): at for topic, part, at in connection.execute(_POSITIONS, (GROUP,))}
+                    positions = _positions(connection)
                     unsettled = connection.execute(_UNSETTLED).fetchone()
                 ends = {place: bounds.end for place, bounds in admin.snapshot(self._topics).bounds.items()}
                 # Behind the last message there may be an end of a transaction, which is no message to be read.
@@ -135,8 +132,19 @@ class Members:
                 if (positions, committed, unsettled) != seen:
                     seen, changed_at = (positions, committed, unsettled), time.monotonic()
                 time.sleep(0.2)
-        finally:
-            transformer.close()
+
+    def passed(self) -> dict[Place, int]:
+        """Return the offsets that all groups are beyond. Raises psycopg.OperationalError."""
+        with psycopg.connect(self._url, connect_timeout=5) as connection, self._transformer() as transformer:
+            positions = _positions(connection)
+            committed = _committed(transformer, list(positions))
+        found = {place: min(at, committed.get(place, 0)) for place, at in positions.items()}
+        return {place: at for place, at in found.items() if at > 0}
+
+    def _transformer(self) -> closing[Consumer]:
+        """Return a client that asks where the transformer's group is."""
+        servers = self._stage.topics.bootstrap_servers
+        return closing(Consumer({"bootstrap.servers": servers, "group.id": self._transform_group, "log_level": 0}))
 
     def groups(self, connection: psycopg.Connection[Any]) -> list[Group]:
         """Return what the groups have made of the messages."""
@@ -204,6 +212,10 @@ class Members:
             given |= {"group": self._transform_group, "transaction_seconds": 6.0}
             given |= {"results": self._stage.results, "dead_letter_topic": self._stage.refused}
         return [str(_SCRIPT), role, json.dumps(given)]
+
+
+def _positions(connection: psycopg.Connection[Any]) -> dict[Place, int]:
+    return {(topic, part): at for topic, part, at in connection.execute(_POSITIONS, (GROUP,))}
 
 
 def _committed(consumer: Consumer, places: list[Place]) -> dict[Place, int]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -152,7 +153,7 @@ class _Run:
         with (
             Workload(course, self.stage.kinds, self.stage.ids, self.stage.url, pace) as load,
             RecoveryWatch(self.stage.url, steady, pace, lambda: load.attempted) as watch,
-            LiveReader(self.stage.topics, self.stage.ids, watch.read) as reader,
+            LiveReader(self.stage.topics, self.stage.ids, watch.read, keep=course.retention) as reader,
         ):
             reader.follow(self.stage.first_topics)
             env = {VARIABLE: str(self.steps)} if course.configuration.traces else {}
@@ -163,7 +164,8 @@ class _Run:
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
             other = ServerHand(course, self.stage.servers, watch.healed)
-            operators = OperatorHand(course, self.stage, relays, reader, self.folder / "operators.log", self.mutation)
+            log = self.folder / "operators.log"
+            operators = OperatorHand(course, self.stage, relays, members, reader, log, self.mutation)
             consuming = MemberHand(course, members)
             with one, other, operators, consuming:
                 _sleep_until(started + course.topic_created_at)
@@ -237,7 +239,9 @@ class _Run:
             return to_message(message, stage.ids)
 
         def taken() -> Iterator[Message]:
-            for message in read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], take):
+            topics = [kind.topic for kind in stage.kinds.values()]
+            there = read_all(stage.topics, topics, take, stage.deleted)
+            for message in chain(reader.deleted(stage.deleted), there):
                 if message.event is not None:
                     place = message.topic, message.partition
                     self.seen.setdefault(place, []).append(str(stage.ids.id_of(message.event)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, Self
 
 import psycopg
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewPartitions, ResourceType  # type: ignore[attr-defined]
 from hostile_messages import TOPIC as ANY_TIME
 from kafka_proxy import KafkaProxy, ProxiedKafka
@@ -37,6 +38,9 @@ _PARTITIONS: Final = 4
 _WAL_SLOT: Final = "chaos"
 _ADMIN_SECONDS: Final = 5.0
 _IDS_BEFORE_SECONDS: Final = 90.0
+# By its settings Kafka may delete records of any age: without that, the audit takes those for missing whose places the
+# archive does not know.
+_LIMITED: Final = {"retention.bytes": str(1 << 40)}
 
 # SIGKILL leaves what was written to the kernel. What commits asynchronously stays in the server for up to 2 seconds.
 _POSTGRES: Final = {"fsync": "off", "wal_writer_delay": "2s", "max_connections": "100", "autovacuum_naptime": "5s"}
@@ -95,6 +99,8 @@ class Stage:
         self.results, self.refused = self.topics.name("results"), self.topics.name("refused")
         self._partitions = {number: [_PARTITIONS] for number in self.kinds}
         self._mended: set[int] = set()
+        self.deleted: dict[Place, int] = {}
+        """Up to which offset records of events were deleted, or may have been."""
         self.servers, self.url, relays_url = self._postgres()
         opened.callback(self.servers.heal_kafka)
         self._create_topics()
@@ -151,6 +157,15 @@ class Stage:
         created[topic].result()
         reader.follow([topic])
         return True
+
+    def delete(self, ends: Mapping[Place, int]) -> bool:
+        """Delete the records before these offsets, as a short retention would. Raises KafkaException."""
+        # Known before it is asked for, as with partitions.
+        self.deleted |= ends
+        places = [TopicPartition(topic, part, end) for (topic, part), end in ends.items()]
+        for deleted in self.topics._admin.delete_records(places, request_timeout=_ADMIN_SECONDS).values():
+            deleted.result()
+        return bool(ends)
 
     def ends(self) -> dict[Place, int]:
         """Return where the topics of events end, with what is not committed. Raises KafkaException, ServiceError."""
@@ -210,6 +225,8 @@ class Stage:
     def _create(self, number: int) -> None:
         # Strangers write messages of any time.
         config = ANY_TIME | ({"max.message.bytes": str(REFUSED_BYTES)} if number in {SMALL, STRICT} else {})
+        if self._course.retention:
+            config |= _LIMITED
         self.topics.create_topic(self.kinds[number].topic, _PARTITIONS, config)
 
     def create_late(self, reader: LiveReader) -> None:

@@ -23,7 +23,8 @@ Jepsen's Kafka workload.
   connections cut, packets dropped, requests lost, late and doubled; in some runs a synchronous standby is promoted.
   With three brokers: three replicas, two in sync.
 - Operators: commands discard and retry dead letters, pause and resume, replay the archive, add partitions, switch the
-  source, change the delivery and the number of lanes. The table names the first source and delivery.
+  source, change the delivery and the number of lanes; in some runs records that all have read are deleted from Kafka.
+  The table names the first source and delivery.
 - Consumers: two members of an inbox group (or of `outbox consume --continuous`), two of a transformer from topic to
   topic, and two callers of a payment provider, under the same faults. The provider refuses some calls, and loses some
   requests and answers.

@@ -84,6 +84,7 @@ def test_failpoints_are_those_of_the_configuration(configuration, monkeypatch):
 
 
 ACTS = {"discard", "mend", "retry", "pause", "drain", "replay", "partitions", "switch", "delivery", "lanes"}
+ACTS |= {"retention"}
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
