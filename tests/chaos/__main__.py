@@ -125,7 +125,10 @@ def _arguments() -> argparse.Namespace:
         help="between the faults: discard, retry, pause, drain, replay; add partitions; change source, delivery, lanes",
     )
     parser.add_argument(
-        "--consumers", choices=("inbox", "spark"), default="inbox", help="who applies the events; Spark takes a core"
+        "--consumers",
+        choices=("inbox", "spark"),
+        default="inbox",
+        help="who applies the events; Spark takes a core, and its job's atomic goes by the seed",
     )
     parser.add_argument(
         "--traces",

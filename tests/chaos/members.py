@@ -23,7 +23,7 @@ from chaos.course import Course, Fault
 from chaos.faults import Hand, program
 from chaos.history import Effect, EventIds, Group, Place
 from chaos.member import FROM
-from chaos.payments import GROUP, PROVIDER, TABLE, TOPICS, ChaosProvider
+from chaos.payments import ATOMIC, GROUP, PROVIDER, TABLE, TOPICS, ChaosProvider
 from chaos.reading import LiveReader, headers, read_all
 from chaos.stage import Stage
 from outbox._app import migrate as db
@@ -68,6 +68,7 @@ class Members:
         self._mutation = mutation
         self._transform_group = stage.topics.name("results")
         self._roles = _WITH_SPARK if course.configuration.consumers == "spark" else _ROLES
+        self._atomic = "batch" if course.seed // 2 % 2 else "partition"
         self._opened = ExitStack()
         self._provider = ChaosProvider(course.seed)
         self._started = 0
@@ -190,6 +191,7 @@ class Members:
             "OUTBOX_LOG_FORMAT": "json",
             PROVIDER: self._provider.url,
             TOPICS: ",".join(self._stage.limited_topics),
+            ATOMIC: self._atomic,
         }
         # A group of its own: Spark has children.
         return subprocess.Popen(

@@ -44,7 +44,8 @@ Jepsen's Kafka workload.
 Each run is a line of `docs/explanation/chaos.jsonl`. Times are the median of the runs' medians, and the longest.
 """
 
-_CONFIGURATION: Final = ("source", "delivery", "brokers")
+# With what the rows of runs before there were consumers lack.
+_CONFIGURATION: Final = {"source": "", "delivery": "", "brokers": 0, "consumers": "none"}
 
 
 def append(path: Path, row: Mapping[str, Any]) -> None:
@@ -74,7 +75,7 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
 def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     by_configuration: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        by_configuration[tuple(row[name] for name in _CONFIGURATION)].append(row)
+        by_configuration[tuple(row.get(name, default) for name, default in _CONFIGURATION.items())].append(row)
     columns = (*_CONFIGURATION, "runs", "events", "faults", "repeats", "recovery", "caught up", "anomalies")
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
