@@ -121,7 +121,8 @@ class Configuration:
 class Fault:
     """Something is struck ``at`` seconds after the start. ``seconds``: how long it lasts, or until it is started again.
 
-    ``target`` is the number of a relay or broker. ``request``, ``action`` and ``times`` are kafka_requests'.
+    ``target``: which relay, member or broker; of a network, the broker to which it leads. ``request``, ``action`` and
+    ``times`` are kafka_requests'.
     """
 
     at: float
@@ -133,7 +134,8 @@ class Fault:
     times: int = 0
 
     def __str__(self) -> str:
-        what = f"{self.name} {self.target}" if self.name.startswith(("relay", "broker", "member")) else self.name
+        aimed = self.name.startswith(("relay", "broker", "member")) or self.name in {"kafka_cut", "kafka_blackhole"}
+        what = f"{self.name} {self.target}" if aimed else self.name
         if self.request:
             what += f" {self.request} {self.action} x{self.times}"
         return f"{self.at:5.1f} s  {what}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
@@ -215,9 +217,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         calm = 0.0
     # Without the calm, which is put in afterwards.
     seconds = configuration.seconds - calm
-    servers = dict(_POSTGRES_FAULTS) | _KAFKA_FAULTS
-    if configuration.brokers == 1:
-        servers |= _NETWORK_FAULTS
+    servers = _POSTGRES_FAULTS | _KAFKA_FAULTS | _NETWORK_FAULTS
     shorter = 2.0 if calm else 0.0
     faults = [
         *_track(chance, seconds, _RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0 - 1.5 * shorter)),
@@ -308,18 +308,19 @@ def _fault(chance: random.Random, at: float, name: str, configuration: Configura
             return Fault(at, name, chance.randrange(RELAYS))
         case "member_kill" | "member_term":
             return Fault(at, name, chance.randrange(MEMBERS))
-        case "member_pause":
-            return Fault(at, name, chance.randrange(MEMBERS), round(chance.uniform(0.3, 9), 1))
-        case "relay_pause":
-            return Fault(at, name, chance.randrange(RELAYS), round(chance.uniform(0.3, 9), 1))
+        case "member_pause" | "relay_pause":
+            target = chance.randrange(RELAYS if name == "relay_pause" else MEMBERS)
+            return Fault(at, name, target, round(chance.uniform(0.3, 9), 1))
         case "broker_kill":
             return Fault(at, name, chance.randrange(configuration.brokers), round(chance.uniform(0, 3), 1))
-        case "broker_pause":
+        case "broker_pause" | "kafka_blackhole":
             return Fault(at, name, chance.randrange(configuration.brokers), round(chance.uniform(0.5, 6), 1))
         case "postgres_kill":
             return Fault(at, name, 0, round(chance.uniform(0, 2), 1))
-        case "postgres_blackhole" | "kafka_blackhole":
+        case "postgres_blackhole":
             return Fault(at, name, 0, round(chance.uniform(0.5, 6), 1))
+        case "kafka_cut":
+            return Fault(at, name, chance.randrange(configuration.brokers))
         case "kafka_requests":
             weights = (4, 1, 1, 2, 4) if configuration.delivery == "exactly-once" else (4, 1, 1, 0, 0)
             request = chance.choices(REQUESTS, weights)[0]

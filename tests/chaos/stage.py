@@ -53,23 +53,18 @@ SELECT 0, 0, gen_random_uuid(), 'Before', 'k', 'E', at, at FROM (SELECT now() - 
 
 
 class KafkaSite:
-    """The brokers of several runs, one after the other; with one broker, a proxy before it."""
+    """The brokers of several runs, one after the other, and a proxy before each of them."""
 
     def __init__(self, brokers: int) -> None:
         self._brokers = brokers
         self._opened = ExitStack()
         self.cluster: KafkaCluster
-        self.proxy: KafkaProxy | None = None
+        self.proxies: list[KafkaProxy] = []
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            if self._brokers == 1:
-                self.proxy = opened.enter_context(KafkaProxy("127.0.0.1", None))
-                proxied = opened.enter_context(ProxiedKafka(self.proxy.port))
-                self.proxy.lead_to(proxied.proxied_port)
-                self.cluster = proxied
-            else:
-                self.cluster = opened.enter_context(KafkaCluster(brokers=self._brokers))
+            self.proxies = [opened.enter_context(KafkaProxy("127.0.0.1", None)) for _ in range(self._brokers)]
+            self.cluster = opened.enter_context(ProxiedKafka(*self.proxies))
             self._opened = opened.pop_all()
         return self
 
@@ -78,8 +73,8 @@ class KafkaSite:
 
     @property
     def for_relays(self) -> str:
-        """The address that relays are given."""
-        return self.cluster.bootstrap_servers if self.proxy is None else self.proxy.address
+        """The addresses that relays are given."""
+        return ",".join(proxy.address for proxy in self.proxies)
 
 
 class Stage:
@@ -204,7 +199,7 @@ class Stage:
             connection.execute(_ARCHIVED_BEFORE)
         proxies = [self._opened.enter_context(TcpProxy("127.0.0.1", primary.port))]
         synced_slots = self._course.configuration.source == "wal"
-        servers = Servers(primary, self._site.cluster, proxies, self._site.proxy)
+        servers = Servers(primary, self._site.cluster, proxies, self._site.proxies)
         if not self._course.standby:
             return servers, url, f"postgresql://{USER}@{proxies[0].address}/chaos"
         servers.standby = self._opened.enter_context(Standby(primary, synced_slots=synced_slots))
