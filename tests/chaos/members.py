@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final, Self
@@ -36,7 +36,8 @@ _ROLES: Final = ("inbox", "inbox", "transform", "transform", "external", "extern
 _WITH_SPARK: Final = ("spark", "transform", "transform", "external", "external")
 _SCRIPT: Final = Path(__file__).with_name("member.py")
 _TABLES: Final = f"""
-CREATE TABLE effects (number bigint GENERATED ALWAYS AS IDENTITY, event_id uuid, topic text, part integer, at bigint);
+CREATE TABLE effects (number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, event_id uuid, topic text, part integer,
+                      at bigint);
 {TABLE}"""
 _EFFECTS: Final = "SELECT event_id::text, topic, part, at FROM effects ORDER BY number"
 _SETTLED: Final = "SELECT event_id::text, topic, part, at, outcome FROM settled ORDER BY number"
@@ -103,6 +104,10 @@ class Members:
         """Wake a member that was halted."""
         if fault.name == "member_pause":
             _signal(self.present[fault.target % len(self.present)], signal.SIGCONT)
+
+    def role(self, fault: Fault) -> str:
+        """Return what the member does that is struck."""
+        return self._roles[fault.target % len(self._roles)]
 
     def tend(self) -> None:
         """Replace the members that have ended."""
@@ -264,11 +269,12 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 class MemberHand(Hand[Fault]):
-    """Kills, stops and halts members, and replaces those that ended."""
+    """Kills, stops and halts members, and replaces those that ended. ``applies``: one that applies events is healed."""
 
-    def __init__(self, course: Course, members: Members) -> None:
+    def __init__(self, course: Course, members: Members, applies: Callable[[], None]) -> None:
         super().__init__("member-hand", course.member_faults)
         self._members = members
+        self._applies = applies
 
     def _meanwhile(self) -> None:
         self._members.tend()
@@ -278,3 +284,5 @@ class MemberHand(Hand[Fault]):
 
     def _end(self, planned: Fault) -> None:
         self._members.heal(planned)
+        if self._members.role(planned) in {"inbox", "spark"}:
+            self._applies()

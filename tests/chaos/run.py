@@ -24,7 +24,7 @@ from chaos.history import Committed, EventIds, History, Message, Place
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all, to_message
-from chaos.recovery import RecoveryWatch
+from chaos.recovery import EffectWatch, RecoveryWatch
 from chaos.specification import compare_with_specification
 from chaos.stage import KafkaSite, Stage
 from chaos.strangers import Strangers
@@ -68,6 +68,7 @@ class Result:
     unknown: int = 0
     first_reads: list[float] = field(default_factory=list)
     catch_ups: list[float] = field(default_factory=list)
+    effects: list[float] = field(default_factory=list)
     drain_seconds: float = 0.0
     standing: list[str] = field(default_factory=list)
     """What the last relays logged about lanes that they could not publish."""
@@ -109,6 +110,7 @@ class Result:
             "examples": self.verdict.examples,
             **_percentiles("recovery", self.first_reads),
             **_percentiles("catch_up", self.catch_ups),
+            **_percentiles("effect", self.effects),
             "drain_seconds": round(self.drain_seconds, 1),
             "standing": self.standing,
             "log": self.notes,
@@ -160,13 +162,15 @@ class _Run:
             relays = Relays(factory, course, self.stage.settings, self.mutation, env)
             members = self.opened.enter_context(Members(self.stage, self.folder, course, self.mutation))
             strangers = self.opened.enter_context(Strangers(self.stage, course))
+            effects = EffectWatch(self.stage.url, self.stage.ids, pace, lambda: load.attempted)
+            self.opened.enter_context(effects)
             self.stage.await_standby()
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
             other = ServerHand(course, self.stage.servers, watch.healed)
             log = self.folder / "operators.log"
             operators = OperatorHand(course, self.stage, relays, members, reader, log, self.mutation)
-            consuming = MemberHand(course, members)
+            consuming = MemberHand(course, members, effects.healed)
             with one, other, operators, consuming:
                 _sleep_until(started + course.topic_created_at)
                 self.stage.create_late(reader)
@@ -186,11 +190,13 @@ class _Run:
             result.drain_seconds = self._drain(relays)
             members.await_applied(reader)
             reader.stop()
+            effects.stop()
         done = [*one.done, *other.done]
         result.faults = dict(sorted(Counter(fault.name for fault in [*done, *consuming.done]).items()))
         result.faults["failpoints"] = relays.armed
         result.operators = dict(sorted(operators.outcomes.items()))
         result.first_reads, result.catch_ups = watch.first_reads(), watch.catch_ups()
+        result.effects = effects.first_reads()
         bound = EXACTLY_ONCE
         if operators.mixed:
             bound = RepeatBound(*bound_of(done, relays, self.stage.turn_events))
