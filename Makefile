@@ -99,7 +99,7 @@ test-dist: $(VENV)/.installed  ## each extra of the wheel from the package index
 spec: $(VENV)/.installed  ## the relay's protocol, by a model checker: docs/explanation/protocol.md; fetches 3 MB at first
 	$(BIN)/python tests/support/tlc.py
 
-chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute with operators, summed up in docs/explanation/chaos.md
+chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 64 runs of a minute with operators, summed up in docs/explanation/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
 
 mutants: $(VENV)/.installed  ## guards of the product, each taken out once: the tests must notice; ARGS="NAME …" for some

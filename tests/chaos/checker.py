@@ -50,6 +50,7 @@ that did it, so it is known also where their command was cut off.
 |                            | repeated, not even later; others are repeated as at-least-once allows                  |
 | replays                    | as many messages with the header of a replay as were sent again, each once as the      |
 |                            | delivery has it, and each replay's in the order of each key; others are not excused    |
+| deletes old records        | nothing else: those count that a reader has kept from before                           |
 | adds partitions            | a key is in the partition that its hash has under a number of partitions that the      |
 |                            | topic has had. In each partition the order of a key holds, but for an event that is    |
 |                            | in another one too: its repeats need not follow its first appearance there             |
@@ -114,6 +115,8 @@ class Verdict:
     messages: int = 0
     committed: int = 0
     repeats: int = 0
+    repeats_of_replays: int = 0
+    """How many of the repeats are of messages that operators have sent again."""
     dead: int = 0
     blocked: int = 0
     """Events that wait behind a dead letter of their key, as their route wants it."""
@@ -125,16 +128,19 @@ class Verdict:
     """How many dead letters each group has."""
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    for_audit: set[str] = field(default_factory=set)
+    """What `outbox audit` must have found too, as it calls it."""
 
     @property
     def sound(self) -> bool:
         """Return whether nothing is wrong."""
         return not self.counts
 
-    def found(self, anomaly: str, example: str, times: int = 1) -> None:
-        """Add an anomaly."""
+    def found(self, anomaly: str, example: str, times: int = 1, *, audit: str | None = None) -> None:
+        """Add an anomaly. ``audit``: what the audit calls it, if it must find it too."""
         assert anomaly in ANOMALIES, anomaly
         self.counts[anomaly] += times
+        self.for_audit |= {audit} if audit else set()
         examples = self.examples.setdefault(anomaly, [])
         if len(examples) < _EXAMPLES:
             examples.append(example)
@@ -203,7 +209,7 @@ class _Checker:
                 self._count(message, row)
         for item, example in self._late:
             if len(self._seen[item].partitions) == 1:
-                self.verdict.found("reordered", example)
+                self.verdict.found("reordered", example, audit=None if item[1] else "order")
         self._compare_replays()
         if self._bound.faults and self.verdict.repeats > self._bound.events:
             self.verdict.found(
@@ -269,7 +275,7 @@ class _Checker:
                 if row.poisoned:
                     self.verdict.found("dead_letters", f"event {event} was to become a dead letter, and is gone")
                 else:
-                    self.verdict.found("lost", f"event {event} ({self._name(row)})")
+                    self.verdict.found("lost", f"event {event} ({self._name(row)})", audit="missing")
 
     def compare_sightings(self) -> None:
         """Look whether what a reader saw earlier is still there."""
@@ -292,7 +298,10 @@ class _Checker:
             row = None if event is None else self._rows.get(event)
             strange = event is None and self._strangers.get((place, offset)) == "applied"
             if not strange and (row is None or self._final.at(place, offset) != event):
-                self.verdict.found("misapplied", f"{shown}, which is not there, or not to be applied")
+                # Of a topic with messages of others the audit does not know what may be applied.
+                known = group.audited and not self._strangers
+                what = f"{shown}, which is not there, or not to be applied"
+                self.verdict.found("misapplied", what, audit="unknown" if known else None)
                 continue
             item = (place, offset) if group.per_message or row is None else event
             if item in applied:
@@ -316,7 +325,7 @@ class _Checker:
             if place[0] in group.topics and event in self._rows and item not in applied and item not in missing:
                 missing.add(item)
                 shown = f"{group.name}: {place[0]}/{place[1]}@{offset}: event {event} ({self._name(self._rows[event])})"
-                self.verdict.found("unapplied", shown)
+                self.verdict.found("unapplied", shown, audit="missing" if group.audited else None)
         for (place, offset), outcome in self._strangers.items():
             if place[0] in group.topics and outcome == "applied" and (place, offset) not in applied:
                 self.verdict.found("unapplied", f"{group.name}: {place[0]}/{place[1]}@{offset}: a stranger's")
@@ -337,7 +346,9 @@ class _Checker:
         row = None if event is None else self._rows.get(event)
         if row is None:
             attempted = event is not None and self._history.was_attempted(event)
-            self.verdict.found("aborted" if attempted else "invented", f"{_at(message)}: event {event}")
+            # The audit does not compare replays, and takes other ids for another outbox's.
+            audit = None if event is None or message.replay else "unknown"
+            self.verdict.found("aborted" if attempted else "invented", f"{_at(message)}: event {event}", audit=audit)
         return row
 
     def _compare(self, message: Message, row: Committed) -> None:
@@ -347,7 +358,8 @@ class _Checker:
             return
         if message.key != row.key or message.digest != row.digest:
             what = "payload" if message.key == row.key else f"key {message.key!r}"
-            self.verdict.found("corrupted", f"{_at(message)}: {what} of event {row.event} ({self._name(row)})")
+            shown = f"{_at(message)}: {what} of event {row.event} ({self._name(row)})"
+            self.verdict.found("corrupted", shown, audit=None if message.replay else "payload")
         if row.poisoned and not kind.mended:
             self.verdict.found("dead_letters", f"{_at(message)}: event {row.event} should have been refused")
         if kind.partitions:
@@ -367,10 +379,12 @@ class _Checker:
         else:
             seen.times += 1
             self.verdict.repeats += 1
+            self.verdict.repeats_of_replays += message.replay is not None
             # Between partitions no offset says which was first.
             never = seen.once and (once or message.partition == seen.partition)
             if never or seen.times - 1 > self._bound.faults:
-                self.verdict.found("duplicated", f"{_at(message)}: event {row.event} for the {seen.times}. time")
+                shown = f"{_at(message)}: event {row.event} for the {seen.times}. time"
+                self.verdict.found("duplicated", shown, audit=None if message.replay else "repeated")
         if message.partition in seen.partitions:
             return
         if message.partition != self._partition.get(line, message.partition):

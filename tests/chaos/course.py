@@ -73,6 +73,8 @@ _ACTS: Final = {
 LANES: Final = (4, 7, 64, 256)
 """How many lanes an outbox has."""
 
+_RETENTION: Final = (0.35, 0.7)
+"""After which parts of a run old records are deleted, in one seed of five: there an audit compares less."""
 _LANES_EARLY: Final = 0.5
 """How often operators soon change the number of lanes: it takes so long that there may be no time for it later."""
 _CALM_PART: Final = 0.4
@@ -106,6 +108,11 @@ class Configuration:
     traces: bool = False
     """Relays record their steps."""
 
+    @property
+    def audited(self) -> bool:
+        """Return whether relays keep an archive, by which operators replay and the audit compares."""
+        return self.operators or self.traces
+
     def __str__(self) -> str:
         return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"
 
@@ -114,7 +121,8 @@ class Configuration:
 class Fault:
     """Something is struck ``at`` seconds after the start. ``seconds``: how long it lasts, or until it is started again.
 
-    ``target`` is the number of a relay or broker. ``request``, ``action`` and ``times`` are kafka_requests'.
+    ``target``: which relay, member or broker; of a network, the broker to which it leads. ``request``, ``action`` and
+    ``times`` are kafka_requests'.
     """
 
     at: float
@@ -126,7 +134,8 @@ class Fault:
     times: int = 0
 
     def __str__(self) -> str:
-        what = f"{self.name} {self.target}" if self.name.startswith(("relay", "broker", "member")) else self.name
+        aimed = self.name.startswith(("relay", "broker", "member")) or self.name in {"kafka_cut", "kafka_blackhole"}
+        what = f"{self.name} {self.target}" if aimed else self.name
         if self.request:
             what += f" {self.request} {self.action} x{self.times}"
         return f"{self.at:5.1f} s  {what}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
@@ -181,6 +190,11 @@ class Course:
         """Return how many faults of each kind there are."""
         return dict(sorted(Counter(fault.name for fault in self.faults).items()))
 
+    @property
+    def retention(self) -> bool:
+        """Return whether records are deleted from Kafka."""
+        return any(act.name == "retention" for act in self.acts)
+
     def failpoint(self, start: int) -> str:
         """Return what the relay gets that is the ``start``-th to be started."""
         return self.failpoints[start] if start < len(self.failpoints) else ""
@@ -203,9 +217,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         calm = 0.0
     # Without the calm, which is put in afterwards.
     seconds = configuration.seconds - calm
-    servers = dict(_POSTGRES_FAULTS) | _KAFKA_FAULTS
-    if configuration.brokers == 1:
-        servers |= _NETWORK_FAULTS
+    servers = _POSTGRES_FAULTS | _KAFKA_FAULTS | _NETWORK_FAULTS
     shorter = 2.0 if calm else 0.0
     faults = [
         *_track(chance, seconds, _RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0 - 1.5 * shorter)),
@@ -221,6 +233,9 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         faults.append(Fault(at, "promote"))
         calm_at = at + _AFTER_PROMOTION_SECONDS
     faults = [_around(each, calm_at, calm) for each in faults]
+    acts = [*_acts(seed, configuration, (calm_at, calm_at + calm), standby=standby)]
+    if configuration.operators and seed % 5 == 4:
+        acts += [Act(round(part * configuration.seconds, 1), "retention") for part in _RETENTION]
     # Few events a lane, where its steps are to be explained.
     lanes = 256 if seed % 2 or configuration.traces else 4
     return Course(
@@ -232,9 +247,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         topic_created_at=round(seconds * chance.uniform(0.1, 0.3), 1),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
         failpoints=tuple(_failpoints(chance, configuration, int(seconds))),
-        acts=tuple(
-            sorted(_acts(seed, configuration, (calm_at, calm_at + calm), standby=standby), key=lambda act: act.at)
-        ),
+        acts=tuple(sorted(acts, key=lambda act: act.at)),
         member_faults=tuple(
             _track(
                 _chance(seed, configuration, "members"),
@@ -295,18 +308,19 @@ def _fault(chance: random.Random, at: float, name: str, configuration: Configura
             return Fault(at, name, chance.randrange(RELAYS))
         case "member_kill" | "member_term":
             return Fault(at, name, chance.randrange(MEMBERS))
-        case "member_pause":
-            return Fault(at, name, chance.randrange(MEMBERS), round(chance.uniform(0.3, 9), 1))
-        case "relay_pause":
-            return Fault(at, name, chance.randrange(RELAYS), round(chance.uniform(0.3, 9), 1))
+        case "member_pause" | "relay_pause":
+            target = chance.randrange(RELAYS if name == "relay_pause" else MEMBERS)
+            return Fault(at, name, target, round(chance.uniform(0.3, 9), 1))
         case "broker_kill":
             return Fault(at, name, chance.randrange(configuration.brokers), round(chance.uniform(0, 3), 1))
-        case "broker_pause":
+        case "broker_pause" | "kafka_blackhole":
             return Fault(at, name, chance.randrange(configuration.brokers), round(chance.uniform(0.5, 6), 1))
         case "postgres_kill":
             return Fault(at, name, 0, round(chance.uniform(0, 2), 1))
-        case "postgres_blackhole" | "kafka_blackhole":
+        case "postgres_blackhole":
             return Fault(at, name, 0, round(chance.uniform(0.5, 6), 1))
+        case "kafka_cut":
+            return Fault(at, name, chance.randrange(configuration.brokers))
         case "kafka_requests":
             weights = (4, 1, 1, 2, 4) if configuration.delivery == "exactly-once" else (4, 1, 1, 0, 0)
             request = chance.choices(REQUESTS, weights)[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from chaos.payments import GROUP, payments
+import os
+
+from chaos.payments import ATOMIC, GROUP, payments
 from spark_jobs import ConsumerJob
 
 job = ConsumerJob(
@@ -11,4 +13,5 @@ job = ConsumerJob(
     effect="INSERT INTO effects (event_id, topic, part, at) "
     "SELECT message_id, message_topic, message_part, message_offset FROM batch ORDER BY message_offset; "
     + payments.reserve(),
+    atomic="batch" if os.environ.get(ATOMIC) == "batch" else "partition",
 )

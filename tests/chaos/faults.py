@@ -55,15 +55,15 @@ class Servers:
     postgres: PostgresServer
     kafka: KafkaCluster
     postgres_proxies: Sequence[TcpProxy]
-    kafka_proxy: KafkaProxy | None = None
+    kafka_proxies: Sequence[KafkaProxy]
     standby: Standby | None = None
 
     def heal(self) -> None:
         """Undo whatever may still be broken."""
-        if self.kafka_proxy is not None:
-            self.kafka_proxy.clear()
-            self.kafka_proxy.heal()
-            self.kafka_proxy.release()
+        for proxy in self.kafka_proxies:
+            proxy.clear()
+            proxy.heal()
+            proxy.release()
         for each in self.postgres_proxies:
             each.heal()
         self.heal_kafka()
@@ -318,20 +318,21 @@ class ServerHand(Hand[Fault]):
                 self._disturb_kafka(planned)
 
     def _disturb_kafka(self, fault: Fault) -> None:
-        network = self._servers.kafka_proxy
-        assert network is not None
+        networks = self._servers.kafka_proxies
         match fault.name:
             case "kafka_cut":
-                network.cut()
+                networks[fault.target].cut()
             case "kafka_blackhole":
-                network.blackhole()
+                networks[fault.target].blackhole()
             case "kafka_requests":
-                network.on(_API_KEYS[fault.request], _ACTIONS[fault.action], fault.times)
+                # To whichever broker they go.
+                for each in networks:
+                    each.on(_API_KEYS[fault.request], _ACTIONS[fault.action], fault.times)
             case _:
                 raise AssertionError(fault)
 
     def _end(self, planned: Fault) -> None:
-        servers, network = self._servers, self._servers.kafka_proxy
+        servers = self._servers
         match planned.name:
             case "postgres_kill":
                 servers.postgres.start()
@@ -343,12 +344,11 @@ class ServerHand(Hand[Fault]):
             case "broker_pause":
                 servers.kafka.resume_broker(planned.target)
             case "kafka_blackhole":
-                assert network is not None
-                network.heal()
+                servers.kafka_proxies[planned.target].heal()
             case "kafka_requests":
-                assert network is not None
-                network.clear()
-                network.release()
+                for network in servers.kafka_proxies:
+                    network.clear()
+                    network.release()
 
     def _promote(self) -> None:
         """The primary is lost for good, and its standby takes over."""

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -23,7 +23,7 @@ from chaos.course import Course, Fault
 from chaos.faults import Hand, program
 from chaos.history import Effect, EventIds, Group, Place
 from chaos.member import FROM
-from chaos.payments import GROUP, PROVIDER, TABLE, TOPICS, ChaosProvider
+from chaos.payments import ATOMIC, GROUP, PROVIDER, TABLE, TOPICS, ChaosProvider
 from chaos.reading import LiveReader, headers, read_all
 from chaos.stage import Stage
 from outbox._app import migrate as db
@@ -36,7 +36,8 @@ _ROLES: Final = ("inbox", "inbox", "transform", "transform", "external", "extern
 _WITH_SPARK: Final = ("spark", "transform", "transform", "external", "external")
 _SCRIPT: Final = Path(__file__).with_name("member.py")
 _TABLES: Final = f"""
-CREATE TABLE effects (number bigint GENERATED ALWAYS AS IDENTITY, event_id uuid, topic text, part integer, at bigint);
+CREATE TABLE effects (number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, event_id uuid, topic text, part integer,
+                      at bigint);
 {TABLE}"""
 _EFFECTS: Final = "SELECT event_id::text, topic, part, at FROM effects ORDER BY number"
 _SETTLED: Final = "SELECT event_id::text, topic, part, at, outcome FROM settled ORDER BY number"
@@ -68,6 +69,7 @@ class Members:
         self._mutation = mutation
         self._transform_group = stage.topics.name("results")
         self._roles = _WITH_SPARK if course.configuration.consumers == "spark" else _ROLES
+        self._atomic = "batch" if course.seed // 2 % 2 else "partition"
         self._opened = ExitStack()
         self._provider = ChaosProvider(course.seed)
         self._started = 0
@@ -103,6 +105,10 @@ class Members:
         if fault.name == "member_pause":
             _signal(self.present[fault.target % len(self.present)], signal.SIGCONT)
 
+    def role(self, fault: Fault) -> str:
+        """Return what the member does that is struck."""
+        return self._roles[fault.target % len(self._roles)]
+
     def tend(self) -> None:
         """Replace the members that have ended."""
         for number, one in enumerate(self.present):
@@ -116,15 +122,12 @@ class Members:
         """
         self._stage.topics.await_transactions(self._topics)
         admin = KafkaAdmin({"bootstrap.servers": self._stage.settings["bootstrap_servers"]})
-        transformer = Consumer(
-            {"bootstrap.servers": self._stage.topics.bootstrap_servers, "group.id": self._transform_group}
-        )
         seen, changed_at = None, time.monotonic()
-        try:
+        with self._transformer() as transformer:
             while time.monotonic() - changed_at < _STANDS_STILL_SECONDS * patience() / 4:
                 self.tend()
                 with psycopg.connect(self._url) as connection:
-                    positions = {(topic, part): at for topic, part, at in connection.execute(_POSITIONS, (GROUP,))}
+                    positions = _positions(connection)
                     unsettled = connection.execute(_UNSETTLED).fetchone()
                 ends = {place: bounds.end for place, bounds in admin.snapshot(self._topics).bounds.items()}
                 # Behind the last message there may be an end of a transaction, which is no message to be read.
@@ -135,8 +138,19 @@ class Members:
                 if (positions, committed, unsettled) != seen:
                     seen, changed_at = (positions, committed, unsettled), time.monotonic()
                 time.sleep(0.2)
-        finally:
-            transformer.close()
+
+    def passed(self) -> dict[Place, int]:
+        """Return the offsets that all groups are beyond. Raises psycopg.OperationalError."""
+        with psycopg.connect(self._url, connect_timeout=5) as connection, self._transformer() as transformer:
+            positions = _positions(connection)
+            committed = _committed(transformer, list(positions))
+        found = {place: min(at, committed.get(place, 0)) for place, at in positions.items()}
+        return {place: at for place, at in found.items() if at > 0}
+
+    def _transformer(self) -> closing[Consumer]:
+        """Return a client that asks where the transformer's group is."""
+        servers = self._stage.topics.bootstrap_servers
+        return closing(Consumer({"bootstrap.servers": servers, "group.id": self._transform_group, "log_level": 0}))
 
     def groups(self, connection: psycopg.Connection[Any]) -> list[Group]:
         """Return what the groups have made of the messages."""
@@ -148,7 +162,7 @@ class Members:
         calls = [Effect(ids.event(event_id), (topic, part), at) for event_id, topic, part, at, _ in settled]
         results = read_all(self._stage.topics, [self._stage.results], lambda message: _result(message, ids))
         return [
-            Group(GROUP, self._topics, _effects(connection, ids), dead=letters),
+            Group(GROUP, self._topics, _effects(connection, ids), dead=letters, audited=True),
             Group("results", self._topics, results, per_message=True, by_key=True, dead=refused),
             Group("payments", paid, calls, by_key=True),
         ]
@@ -182,6 +196,7 @@ class Members:
             "OUTBOX_LOG_FORMAT": "json",
             PROVIDER: self._provider.url,
             TOPICS: ",".join(self._stage.limited_topics),
+            ATOMIC: self._atomic,
         }
         # A group of its own: Spark has children.
         return subprocess.Popen(
@@ -204,6 +219,10 @@ class Members:
             given |= {"group": self._transform_group, "transaction_seconds": 6.0}
             given |= {"results": self._stage.results, "dead_letter_topic": self._stage.refused}
         return [str(_SCRIPT), role, json.dumps(given)]
+
+
+def _positions(connection: psycopg.Connection[Any]) -> dict[Place, int]:
+    return {(topic, part): at for topic, part, at in connection.execute(_POSITIONS, (GROUP,))}
 
 
 def _committed(consumer: Consumer, places: list[Place]) -> dict[Place, int]:
@@ -250,11 +269,12 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 class MemberHand(Hand[Fault]):
-    """Kills, stops and halts members, and replaces those that ended."""
+    """Kills, stops and halts members, and replaces those that ended. ``applies``: one that applies events is healed."""
 
-    def __init__(self, course: Course, members: Members) -> None:
+    def __init__(self, course: Course, members: Members, applies: Callable[[], None]) -> None:
         super().__init__("member-hand", course.member_faults)
         self._members = members
+        self._applies = applies
 
     def _meanwhile(self) -> None:
         self._members.tend()
@@ -264,3 +284,5 @@ class MemberHand(Hand[Fault]):
 
     def _end(self, planned: Fault) -> None:
         self._members.heal(planned)
+        if self._members.role(planned) in {"inbox", "spark"}:
+            self._applies()

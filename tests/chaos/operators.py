@@ -1,4 +1,5 @@
-"""The operators' hand: discard, retry, mend, pause, drain, replay, add partitions, switch, change delivery and lanes.
+"""The operators' hand: discard, retry, mend, pause, drain, replay, add partitions, delete old records, switch, change
+delivery and lanes.
 
 Through the command line, in processes of its own, against the servers as they are: a command that Postgres left alone
 is given again for a while, or given up. What is done is in the outbox's audit, from which the checker takes it. Around
@@ -24,6 +25,7 @@ from wal_support import run_outbox
 from chaos.course import BLOCKED_SECONDS, LANES, MAX_SIZE, ONCE_AFTER_SECONDS, REFUSED_BYTES, Act, Course
 from chaos.faults import Hand, Relays, program
 from chaos.history import EventIds, OnceSpan, Replay
+from chaos.members import Members
 from chaos.reading import LiveReader
 from chaos.stage import Stage
 from outbox.sandbox._process import patience
@@ -77,13 +79,21 @@ class OperatorHand(Hand[Act]):
     """Gives the commands, with what they say in ``log``. ``once``: while only exactly-once relays could publish."""
 
     def __init__(
-        self, course: Course, stage: Stage, relays: Relays, reader: LiveReader, log: Path, mutation: str = "none"
+        self,
+        course: Course,
+        stage: Stage,
+        relays: Relays,
+        members: Members,
+        reader: LiveReader,
+        log: Path,
+        mutation: str = "none",
     ) -> None:
         super().__init__("operator-hand", course.acts)
         self._stage = stage
         self._settings = {name: value for name, value in stage.settings.items() if name != "database_url"}
         self._settings["kafka__bootstrap_servers"] = self._settings.pop("bootstrap_servers")
         self._relays = relays
+        self._members = members
         self._reader = reader
         self._log = log
         self._program = program(mutation)
@@ -128,6 +138,8 @@ class OperatorHand(Hand[Act]):
         match planned.name:
             case "partitions":
                 return self._on_kafka(lambda: self._add_partitions(planned))
+            case "retention":
+                return self._on_kafka(self._delete, insist=True)
             case "switch":
                 return self._switch()
             case "delivery":
@@ -200,6 +212,11 @@ class OperatorHand(Hand[Act]):
     def _add_partitions(self, planned: Act) -> bool:
         assert planned.kind is not None
         return self._stage.add_partitions(planned.kind, planned.times, self._reader)
+
+    def _delete(self) -> bool:
+        """Delete what all groups are beyond and the reader has seen."""
+        passed, seen = self._members.passed(), self._reader.seen.ends()
+        return self._stage.delete({place: min(passed[place], seen[place]) for place in passed.keys() & seen})
 
     # Source, delivery and lanes
 
@@ -323,12 +340,12 @@ class OperatorHand(Hand[Act]):
                 time.sleep(_STEP_SECONDS)
 
     def _on_kafka(self, change: Callable[[], bool], *, insist: bool = False) -> bool:
-        """Return what a change says; False while a broker is away. Insisting, it is tried again for a while."""
+        """Return what a change says; False while a server is away. Insisting, it is tried again for a while."""
         deadline = time.monotonic() + _AGAIN_SECONDS * patience()
         while True:
             try:
                 return change()
-            except (KafkaException, ServiceError):
+            except (KafkaException, ServiceError, psycopg.OperationalError):
                 if not insist or time.monotonic() > deadline:
                     return False
                 time.sleep(_STEP_SECONDS)

@@ -16,8 +16,9 @@ from provider import Provider
 from outbox.external import External, HttpCall
 
 GROUP: Final = "effects"
-PROVIDER, TOPICS = "CHAOS_PROVIDER", "CHAOS_PAID_TOPICS"
-"""Environment variables: the provider's address, and the topics with a comma between them."""
+PROVIDER, TOPICS, ATOMIC = "CHAOS_PROVIDER", "CHAOS_PAID_TOPICS", "CHAOS_ATOMIC"
+"""Environment variables: the provider's address, the topics with a comma between them, and what Spark's job applies
+in one transaction."""
 TABLE: Final = """
 CREATE TABLE settled (number bigint GENERATED ALWAYS AS IDENTITY, event_id uuid, topic text, part integer, at bigint,
                       outcome text)"""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import confluent_kafka
@@ -87,8 +88,15 @@ def _partitions(topics: Topics, names: Sequence[str]) -> list[TopicPartition]:
     return [TopicPartition(name, part, 0) for name in names for part in parts[name]]
 
 
-def read_all(topics: Topics, names: Sequence[str], take: Callable[[confluent_kafka.Message], T]) -> Iterator[T]:
+def read_all(
+    topics: Topics,
+    names: Sequence[str],
+    take: Callable[[confluent_kafka.Message], T],
+    first: Mapping[Place, int] = MappingProxyType({}),
+) -> Iterator[T]:
     """Return what ``take`` makes of every message that readers of what is committed find, each partition's in order.
+
+    ``first``: where partitions begin from which records were deleted.
 
     Raises AssertionError while a transaction is open, or when reading takes too long.
     """
@@ -97,6 +105,8 @@ def read_all(topics: Topics, names: Sequence[str], take: Callable[[confluent_kaf
     try:
         partitions = _partitions(topics, names)
         unread = {(each.topic, each.partition) for each in partitions}
+        for each in partitions:
+            each.offset = first.get((each.topic, each.partition), 0)
         consumer.assign(partitions)
         idle = 0.0
         while unread:
@@ -118,10 +128,14 @@ def read_all(topics: Topics, names: Sequence[str], take: Callable[[confluent_kaf
 
 
 class LiveReader(Threads):
-    """Follows topics from their beginning, in a thread, and keeps what it saw where. A topic may come later."""
+    """Follows topics from their beginning, in a thread, and keeps what it saw where. A topic may come later.
 
-    def __init__(self, topics: Topics, ids: EventIds, on_event: Callable[[int], None]) -> None:
+    ``keep``: whether it keeps whole messages, because records are to be deleted.
+    """
+
+    def __init__(self, topics: Topics, ids: EventIds, on_event: Callable[[int], None], *, keep: bool = False) -> None:
         self.seen = Sightings()
+        self._kept: list[Message] | None = [] if keep else None
         self._on_event = on_event
         self._ids = ids
         self._topics = topics
@@ -137,6 +151,10 @@ class LiveReader(Threads):
         with self._lock:
             self._new += [each for each in partitions if (each.topic, each.partition) not in self._followed]
             self._followed |= {(each.topic, each.partition) for each in partitions}
+
+    def deleted(self, ends: Mapping[Place, int]) -> Iterator[Message]:
+        """Return what it saw before these offsets, each partition's in order."""
+        return (each for each in self._kept or () if each.offset < ends.get((each.topic, each.partition), 0))
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
@@ -161,7 +179,11 @@ class LiveReader(Threads):
         assert topic is not None
         assert partition is not None
         assert offset is not None
-        event = self._ids.event(headers(message).get(CE_ID, ""))
+        if self._kept is None:
+            event = self._ids.event(headers(message).get(CE_ID, ""))
+        else:
+            self._kept.append(to_message(message, self._ids))
+            event = self._kept[-1].event
         self.seen.add((topic, partition), offset, event)
         if event is not None:
             self._on_event(event)

@@ -1,4 +1,4 @@
-"""How long it takes after a fault has been healed until new events are read, and until the backlog is published."""
+"""How long it takes after a fault has been healed until new events are read or applied, and the backlog published."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any, Final
 import psycopg
 from threads import Threads
 
-from chaos.history import writer_and_number
+from chaos.history import EventIds, writer_and_number
 from chaos.workload import Pace
 
 _EVERY: Final = 0.2
 _FULL: Final = 8_000
+_EFFECTS: Final = "SELECT number, event_id::text FROM effects WHERE number > %s ORDER BY number"
 
 
 @dataclass(slots=True)
@@ -113,3 +114,23 @@ class RecoveryWatch(Threads):
                 each.mark = highest
             if lowest is None or lowest > each.mark:
                 each.caught_up = now - each.healed_at
+
+
+class EffectWatch(RecoveryWatch):
+    """Looks at the effects of the group in Postgres: how long after a fault of a consumer until new events are applied.
+
+    ``read`` is here that an effect is found.
+    """
+
+    def __init__(self, url: str, ids: EventIds, pace: Pace, numbers: Callable[[], Mapping[int, int]]) -> None:
+        super().__init__(url, (), pace, numbers)
+        self._ids = ids
+        self._last = 0
+
+    def _look(self, connection: psycopg.Connection[Any]) -> None:
+        if self._unread:
+            # Of two that commit at the same time one may be passed over. More are to come.
+            for number, event_id in connection.execute(_EFFECTS, (self._last,)).fetchall():
+                self._last = number
+                if (event := self._ids.event(event_id)) is not None:
+                    self.read(event)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from chaos.history import Committed, EventIds, History, Message, Place
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all, to_message
-from chaos.recovery import RecoveryWatch
+from chaos.recovery import EffectWatch, RecoveryWatch
 from chaos.specification import compare_with_specification
 from chaos.stage import KafkaSite, Stage
 from chaos.strangers import Strangers
@@ -67,6 +68,7 @@ class Result:
     unknown: int = 0
     first_reads: list[float] = field(default_factory=list)
     catch_ups: list[float] = field(default_factory=list)
+    effects: list[float] = field(default_factory=list)
     drain_seconds: float = 0.0
     standing: list[str] = field(default_factory=list)
     """What the last relays logged about lanes that they could not publish."""
@@ -108,6 +110,7 @@ class Result:
             "examples": self.verdict.examples,
             **_percentiles("recovery", self.first_reads),
             **_percentiles("catch_up", self.catch_ups),
+            **_percentiles("effect", self.effects),
             "drain_seconds": round(self.drain_seconds, 1),
             "standing": self.standing,
             "log": self.notes,
@@ -152,19 +155,22 @@ class _Run:
         with (
             Workload(course, self.stage.kinds, self.stage.ids, self.stage.url, pace) as load,
             RecoveryWatch(self.stage.url, steady, pace, lambda: load.attempted) as watch,
-            LiveReader(self.stage.topics, self.stage.ids, watch.read) as reader,
+            LiveReader(self.stage.topics, self.stage.ids, watch.read, keep=course.retention) as reader,
         ):
             reader.follow(self.stage.first_topics)
             env = {VARIABLE: str(self.steps)} if course.configuration.traces else {}
             relays = Relays(factory, course, self.stage.settings, self.mutation, env)
             members = self.opened.enter_context(Members(self.stage, self.folder, course, self.mutation))
             strangers = self.opened.enter_context(Strangers(self.stage, course))
+            effects = EffectWatch(self.stage.url, self.stage.ids, pace, lambda: load.attempted)
+            self.opened.enter_context(effects)
             self.stage.await_standby()
             started = time.monotonic()
             one = RelayHand(course, relays, watch.healed)
             other = ServerHand(course, self.stage.servers, watch.healed)
-            operators = OperatorHand(course, self.stage, relays, reader, self.folder / "operators.log", self.mutation)
-            consuming = MemberHand(course, members)
+            log = self.folder / "operators.log"
+            operators = OperatorHand(course, self.stage, relays, members, reader, log, self.mutation)
+            consuming = MemberHand(course, members, effects.healed)
             with one, other, operators, consuming:
                 _sleep_until(started + course.topic_created_at)
                 self.stage.create_late(reader)
@@ -184,16 +190,18 @@ class _Run:
             result.drain_seconds = self._drain(relays)
             members.await_applied(reader)
             reader.stop()
+            effects.stop()
         done = [*one.done, *other.done]
         result.faults = dict(sorted(Counter(fault.name for fault in [*done, *consuming.done]).items()))
         result.faults["failpoints"] = relays.armed
         result.operators = dict(sorted(operators.outcomes.items()))
         result.first_reads, result.catch_ups = watch.first_reads(), watch.catch_ups()
+        result.effects = effects.first_reads()
         bound = EXACTLY_ONCE
         if operators.mixed:
             bound = RepeatBound(*bound_of(done, relays, self.stage.turn_events))
         result.verdict = self._check(load, reader, operators, members, bound)
-        if course.configuration.operators:
+        if course.configuration.audited:
             moved = any(name.startswith("partitions") for name in operators.outcomes)
             compare_with_audit(self.stage, result.verdict, bound, sure=not moved)
         if course.configuration.traces:
@@ -237,7 +245,9 @@ class _Run:
             return to_message(message, stage.ids)
 
         def taken() -> Iterator[Message]:
-            for message in read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], take):
+            topics = [kind.topic for kind in stage.kinds.values()]
+            there = read_all(stage.topics, topics, take, stage.deleted)
+            for message in chain(reader.deleted(stage.deleted), there):
                 if message.event is not None:
                     place = message.topic, message.partition
                     self.seen.setdefault(place, []).append(str(stage.ids.id_of(message.event)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Final, Self
 
 import psycopg
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaException, TopicPartition
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewPartitions, ResourceType  # type: ignore[attr-defined]
 from hostile_messages import TOPIC as ANY_TIME
 from kafka_proxy import KafkaProxy, ProxiedKafka
@@ -36,6 +37,10 @@ _BATCHES_OF_A_TURN: Final = 8
 _PARTITIONS: Final = 4
 _WAL_SLOT: Final = "chaos"
 _ADMIN_SECONDS: Final = 5.0
+_IDS_BEFORE_SECONDS: Final = 90.0
+# By its settings Kafka may delete records of any age: without that, the audit takes those for missing whose places the
+# archive does not know.
+_LIMITED: Final = {"retention.bytes": str(1 << 40)}
 
 # SIGKILL leaves what was written to the kernel. What commits asynchronously stays in the server for up to 2 seconds.
 _POSTGRES: Final = {"fsync": "off", "wal_writer_delay": "2s", "max_connections": "100", "autovacuum_naptime": "5s"}
@@ -48,23 +53,18 @@ SELECT 0, 0, gen_random_uuid(), 'Before', 'k', 'E', at, at FROM (SELECT now() - 
 
 
 class KafkaSite:
-    """The brokers of several runs, one after the other; with one broker, a proxy before it."""
+    """The brokers of several runs, one after the other, and a proxy before each of them."""
 
     def __init__(self, brokers: int) -> None:
         self._brokers = brokers
         self._opened = ExitStack()
         self.cluster: KafkaCluster
-        self.proxy: KafkaProxy | None = None
+        self.proxies: list[KafkaProxy] = []
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            if self._brokers == 1:
-                self.proxy = opened.enter_context(KafkaProxy("127.0.0.1", None))
-                proxied = opened.enter_context(ProxiedKafka(self.proxy.port))
-                self.proxy.lead_to(proxied.proxied_port)
-                self.cluster = proxied
-            else:
-                self.cluster = opened.enter_context(KafkaCluster(brokers=self._brokers))
+            self.proxies = [opened.enter_context(KafkaProxy("127.0.0.1", None)) for _ in range(self._brokers)]
+            self.cluster = opened.enter_context(ProxiedKafka(*self.proxies))
             self._opened = opened.pop_all()
         return self
 
@@ -73,8 +73,8 @@ class KafkaSite:
 
     @property
     def for_relays(self) -> str:
-        """The address that relays are given."""
-        return self.cluster.bootstrap_servers if self.proxy is None else self.proxy.address
+        """The addresses that relays are given."""
+        return ",".join(proxy.address for proxy in self.proxies)
 
 
 class Stage:
@@ -87,12 +87,15 @@ class Stage:
         self._course = course
         self._site = site
         self._opened = opened
-        self.ids = EventIds(secrets.token_hex(8))
+        # No id is of a time to come, of which an audit would say nothing yet.
+        self.ids = EventIds(secrets.token_hex(8), time.time() - _IDS_BEFORE_SECONDS)
         self.topics = opened.enter_context(Topics(site.cluster.bootstrap_servers))
         self.kinds = self._kinds()
         self.results, self.refused = self.topics.name("results"), self.topics.name("refused")
         self._partitions = {number: [_PARTITIONS] for number in self.kinds}
         self._mended: set[int] = set()
+        self.deleted: dict[Place, int] = {}
+        """Up to which offset records of events were deleted, or may have been."""
         self.servers, self.url, relays_url = self._postgres()
         opened.callback(self.servers.heal_kafka)
         self._create_topics()
@@ -150,6 +153,15 @@ class Stage:
         reader.follow([topic])
         return True
 
+    def delete(self, ends: Mapping[Place, int]) -> bool:
+        """Delete the records before these offsets, as a short retention would. Raises KafkaException."""
+        # Known before it is asked for, as with partitions.
+        self.deleted |= ends
+        places = [TopicPartition(topic, part, end) for (topic, part), end in ends.items()]
+        for deleted in self.topics._admin.delete_records(places, request_timeout=_ADMIN_SECONDS).values():
+            deleted.result()
+        return bool(ends)
+
     def ends(self) -> dict[Place, int]:
         """Return where the topics of events end, with what is not committed. Raises KafkaException, ServiceError."""
         topics = set(self.topics._admin.list_topics(timeout=_ADMIN_SECONDS).topics)
@@ -187,7 +199,7 @@ class Stage:
             connection.execute(_ARCHIVED_BEFORE)
         proxies = [self._opened.enter_context(TcpProxy("127.0.0.1", primary.port))]
         synced_slots = self._course.configuration.source == "wal"
-        servers = Servers(primary, self._site.cluster, proxies, self._site.proxy)
+        servers = Servers(primary, self._site.cluster, proxies, self._site.proxies)
         if not self._course.standby:
             return servers, url, f"postgresql://{USER}@{proxies[0].address}/chaos"
         servers.standby = self._opened.enter_context(Standby(primary, synced_slots=synced_slots))
@@ -208,6 +220,8 @@ class Stage:
     def _create(self, number: int) -> None:
         # Strangers write messages of any time.
         config = ANY_TIME | ({"max.message.bytes": str(REFUSED_BYTES)} if number in {SMALL, STRICT} else {})
+        if self._course.retention:
+            config |= _LIMITED
         self.topics.create_topic(self.kinds[number].topic, _PARTITIONS, config)
 
     def create_late(self, reader: LiveReader) -> None:
@@ -255,6 +269,6 @@ class Stage:
             "failures__max_backoff_seconds": 1,
             "kafka__reconnect_backoff_max_ms": 500,
         }
-        if configuration.operators:
+        if configuration.audited:
             settings["relay__archive_days"] = 1
         return settings

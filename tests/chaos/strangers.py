@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import orjson
 from confluent_kafka import KafkaException, Producer
 from hostile_messages import MESSAGES, HostileMessage
 from raw_kafka import produce
@@ -120,14 +119,6 @@ def _marked(chance: random.Random, message: HostileMessage) -> HostileMessage:
     if id_ := headers.get(b"ce_id"):
         own = b"%012x" % chance.getrandbits(48)
         headers[b"ce_id"] = (id_[:-12] if len(id_) == 36 else id_) + own
-    fit = message.reason is None and (message.value is None or _is_json(message.value))
+    fit = message.reason is None and message.json
     headers[STRANGER.encode()] = b"applied" if fit else b"dead"
     return replace(message, headers=headers)
-
-
-def _is_json(value: bytes) -> bool:
-    try:
-        orjson.loads(value)
-    except ValueError:
-        return False
-    return True

@@ -19,7 +19,8 @@ _NOW = 1_790_000_000_000
 class HostileMessage:
     """A message as the broker gets it. ``reason``: why readers that need ids make it a dead letter; None: they don't.
 
-    ``undecodable`` are the bytes of the first header name that is not UTF-8.
+    ``undecodable`` are the bytes of the first header name that is not UTF-8. ``json``: whether the value is JSON that
+    readers parse; they need not parse what is nested deeply.
     """
 
     name: str
@@ -29,6 +30,7 @@ class HostileMessage:
     milliseconds: int = _NOW
     reason: str | None = None
     undecodable: bytes | None = None
+    json: bool = True
 
 
 def _table() -> Sequence[HostileMessage]:
@@ -63,12 +65,14 @@ def _table() -> Sequence[HostileMessage]:
         message("before year 1", milliseconds=-(2**55)),
         message("no key", key=None),
         message("an empty key", key=b""),
-        message("NUL in key and value", key=b"a\0b\xff", value=b"a\0b\xff"),
+        message("NUL in key and value", key=b"a\0b\xff", value=b"a\0b\xff", json=False),
         message("a key of 10,000 bytes", key=b"k" * 10_000),
         message("a tombstone", value=None),
-        message("an empty value", value=b""),
-        message("nested", value=b"[" * 100_000),
-        message("1 MB", value=b"x" * 1_000_000),
+        message("an empty value", value=b"", json=False),
+        message("nested, and not closed", value=b"[" * 100_000, json=False),
+        message("nested, and closed", value=b"[" * 50_000 + b"]" * 50_000, json=False),
+        message("nested as deeply as orjson goes", value=b"[" * 1_000 + b"]" * 1_000),
+        message("1 MB", value=b"x" * 1_000_000, json=False),
         message("fine at the end"),
     ]
 

@@ -296,21 +296,23 @@ def _frames(buffer: bytearray) -> Iterator[bytes]:
 
 
 class ProxiedKafka(KafkaCluster):
-    """One broker with one more listener, on ``proxied_port``, which advertises the port of a proxy before it.
+    """As many brokers as proxies, 1 or 3, each with one more listener, which advertises the port of its proxy.
 
-    ``bootstrap_servers`` bypasses the proxy, and so does the broker's own traffic.
+    The proxies lead there. ``bootstrap_servers`` bypasses them, and so does the brokers' own traffic.
     """
 
-    def __init__(self, advertised_port: int, settings: Mapping[str, str] | None = None) -> None:
-        super().__init__(settings=settings)
-        self.proxied_port = free_ports(1)[0]
-        self._advertised_port = advertised_port
+    def __init__(self, *proxies: TcpProxy, settings: Mapping[str, str] | None = None) -> None:
+        super().__init__(brokers=len(proxies), settings=settings)
+        self._proxies = dict(zip(free_ports(len(proxies)), proxies, strict=True))
+        for port, proxy in self._proxies.items():
+            proxy.lead_to(port)
 
     def _properties(self, node: Node) -> dict[str, str]:
+        port, proxy = list(self._proxies.items())[node.number - 1]
         more = {
             "listener.security.protocol.map": "PROXIED:PLAINTEXT",
-            "listeners": f"PROXIED://127.0.0.1:{self.proxied_port}",
-            "advertised.listeners": f"PROXIED://127.0.0.1:{self._advertised_port}",
+            "listeners": f"PROXIED://127.0.0.1:{port}",
+            "advertised.listeners": f"PROXIED://127.0.0.1:{proxy.port}",
         }
         found = super()._properties(node)
         return found | {name: f"{found[name]},{value}" for name, value in more.items() if name not in self._settings}

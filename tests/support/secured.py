@@ -132,8 +132,7 @@ def secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "super.users": "User:ANONYMOUS",
     }
-    with TcpProxy("127.0.0.1", None) as proxy, ProxiedKafka(proxy.port, settings=settings) as cluster:
-        proxy.lead_to(cluster.proxied_port)
+    with TcpProxy("127.0.0.1", None) as proxy, ProxiedKafka(proxy, settings=settings) as cluster:
         admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
         set_password(admin, "outbox", PASSWORD)
         options = {

@@ -47,6 +47,8 @@ from chaos_histories import (
     row,
 )
 
+from relay.audit.sums import minute_of_id
+
 
 def test_a_sound_history():
     verdict = check(history(), EXACTLY_ONCE)
@@ -218,11 +220,13 @@ def test_what_was_seen_and_is_there():
 
 
 def test_ids_are_recognized_without_a_list():
-    ids, others = EventIds("one run"), EventIds("another run")
+    ids, others = EventIds("one run", 1.8e9), EventIds("another run", 1.8e9)
     for event in (event_of(0, 0), event_of(3, 12_345_678), event_of(4095, 2**40 - 1)):
         assert ids.event(str(ids.id_of(event))) == event
         assert others.event(str(ids.id_of(event))) is None
-    assert ids.id_of(5).version == 8
+    assert ids.id_of(5).version == 7
+    assert minute_of_id(ids.id_of(event_of(0, 11_999)).bytes) == 30_000_000
+    assert minute_of_id(ids.id_of(event_of(0, 12_000)).bytes) == 30_000_001
     assert ids.event("no id") is None
 
 

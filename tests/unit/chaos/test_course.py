@@ -57,8 +57,7 @@ def test_five_seeds_have_every_fault(configuration):
     kinds = {fault.name for course in found for fault in course.faults}
     expected = {"relay_kill", "relay_term", "relay_pause", "broker_kill", "broker_pause", "postgres_kill"}
     expected |= {"postgres_cut", "postgres_blackhole", "promote"}
-    network = {"kafka_cut", "kafka_blackhole", "kafka_requests"}
-    assert kinds == (expected | network if configuration.brokers == 1 else expected)
+    assert kinds == expected | {"kafka_cut", "kafka_blackhole", "kafka_requests"}
     assert {course.lanes for course in found} == {4, 256}
     assert {course.last_relays for course in found} <= {1, 3}
     for course in found:
@@ -84,6 +83,7 @@ def test_failpoints_are_those_of_the_configuration(configuration, monkeypatch):
 
 
 ACTS = {"discard", "mend", "retry", "pause", "drain", "replay", "partitions", "switch", "delivery", "lanes"}
+ACTS |= {"retention"}
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)

@@ -1,0 +1,68 @@
+"""The table of ``make chaos``: what it sums up, also of runs from before there were consumers."""
+
+from __future__ import annotations
+
+import json
+
+from chaos import table
+from chaos.history import EventIds, event_of
+from chaos.recovery import EffectWatch
+from chaos.workload import Pace
+
+OLD = {
+    "source": "polling",
+    "delivery": "at-least-once",
+    "brokers": 1,
+    "events": 10,
+    "faults": {"relay_kill": 2},
+    "repeats": 0,
+    "anomalies": {},
+    "recovery_p50": 0.5,
+    "recovery_max": 15.0,
+    "catch_up_p50": 1,
+    "catch_up_max": 2,
+}
+NEW = {**OLD, "consumers": "spark", "effect_p50": 3.0, "effect_max": 4.0}
+
+
+def page(tmp_path, *rows):
+    for row in rows:
+        table.append(tmp_path / "rows", row)
+    table.write(tmp_path / "rows", tmp_path / "page")
+    assert [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()] == list(rows)
+    return (tmp_path / "page").read_text()
+
+
+def test_a_slow_recovery_is_counted_and_no_anomaly(tmp_path):
+    slow = [{**NEW, "recovery_p50": 2.1}, {**NEW, "recovery_max": 15.1}]
+    text = page(tmp_path, OLD, NEW, *slow, {**NEW, "recovery_p50": None, "recovery_max": None})
+    assert "0 anomalies; recovery (median, longest): 0.5, 15.1 s, in time in 2 of 4 runs." in text
+    assert (
+        "| polling | at-least-once | 1 | none | 1 | 10 | 2 | 0 | 0.5, 15.0 | 1.0, 2.0 | not measured | 1 of 1 |" in text
+    )
+    assert "| polling | at-least-once | 1 | spark | 4 | 40 | 8 | 0 | 0.5, 15.1 | 1.0, 2.0 | 3.0, 4.0 | 1 of 3 |" in text
+
+
+class Effects:
+    """A connection to a database with these effects."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def execute(self, _query, bound):
+        self.found = [row for row in self.rows if row[0] > bound[0]]
+        return self
+
+    def fetchall(self):
+        return self.found
+
+
+def test_a_consumer_has_recovered_when_it_applies_what_was_written_after_the_healing():
+    ids, attempted = EventIds("a run", 1.8e9), {0: 2}
+    watch = EffectWatch("", ids, Pace(1, 1), lambda: attempted)
+    rows = [(number, str(ids.id_of(event_of(0, number)))) for number in (0, 1)]
+    watch.healed()
+    watch._look(Effects([*rows, (8, "somebody else's")]))
+    assert watch.first_reads() == []
+    watch._look(Effects([*rows, (9, str(ids.id_of(event_of(0, 2))))]))
+    assert len(watch.first_reads()) == 1
