@@ -21,8 +21,9 @@ ids         rows: what was read, sent, acknowledged, settled or committed, or wh
 | committed   | the Kafka transaction was committed, with this batch of the lane                     |
 | acked       | Kafka has acknowledged the events, without a transaction                             |
 | settled     | their rows are gone                                                                  |
-| refused     | Kafka or the relay has refused these events                                          |
-| failed      | the turn failed; the ids are acknowledged in spite of that                           |
+| refused     | Kafka or the relay has refused these events; without ids: some were left out of the  |
+|             | transaction, as their topic can't be written to                                      |
+| failed      | the turn failed, or events were left out; the ids are acknowledged in spite of that  |
 | lost        | another relay has the lane                                                           |
 | let_go      | the worker no longer works on the lane                                               |
 | closed      | the source is closed: a failure, or the end                                          |
@@ -262,10 +263,11 @@ class TracedPublisher(Publisher):
         receipts = sent.receipts if isinstance(sent, Completed | Failed) else {}
         for lane in batches:
             receipt = receipts.get(lane, Receipt())
-            if refused := positions([claim for claim, _ in receipt.refused]):
+            refused = positions([claim for claim, _ in receipt.refused])
+            if refused or (receipt.left_out and trace.transactional):
                 trace.write("refused", lane, began, ids=refused)
             if not trace.transactional:
-                trace.turn[lane] = "acked" if completed else "failed"
+                trace.turn[lane] = "acked" if completed and not receipt.left_out else "failed"
             elif not completed:
                 trace.write("failed", lane, began, ids=[])
             elif (batch := receipt.published.batch) is not None:

@@ -27,8 +27,8 @@ class Rig:
 
     def start(self, instance: str, delivery: str, failpoint: str = "", **more):
         env = {"OUTBOX_TRACE_PROTOCOL": str(self._file), "OUTBOX_FAILPOINTS": failpoint}
-        settings = {"relay__instance": instance, "relay__batch_size": 2, "relay__lease_seconds": 60}
-        return self._relay(env=env, delivery=delivery, name=self._name, **settings, **more)
+        settings = {"relay__instance": instance, "relay__batch_size": 2, "relay__lease_seconds": 60, **more}
+        return self._relay(env=env, delivery=delivery, name=self._name, **settings)
 
     def taken_over(self, delivery: str, failpoint: str):
         """Let a relay sleep at a failpoint, and another one publish the rest; wake the first, and return both."""
@@ -84,6 +84,29 @@ def test_at_least_once_a_relay_that_sleeps(rig):
     with pytest.raises(traces.NotExplained) as refused:
         traces.check(steps, 0, seen)
     assert (refused.value.step["relay"], refused.value.step["step"]) == (sent["relay"], "sent")
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_what_waits_for_its_topic(rig, outbox_kafka, order, delivery):
+    """It is sent in vain beside events that are acknowledged. Exactly-once, the check knows no refusal."""
+    db.change_lanes(rig.url, 1)
+    absent = outbox_kafka.name("Absent")
+    write(rig.url, [Event(kind, "k", "Written", {}) for kind in (absent, order[0]) for _ in range(2)])
+    one = rig.start("one", delivery, create_topics=False, relay__batch_size=8)
+    assert len(outbox_kafka.consume(order[1], 2)) == 2
+    topic = outbox_kafka.create_topic(f"{absent.lower()}-events", 1)
+    drained(rig.url)
+    ends(one)
+    steps, late = rig.steps(), [dict(message.headers())["ce_id"].decode() for message in outbox_kafka.consume(topic)]
+    assert len(late) == 2
+    if delivery == "exactly-once":
+        assert any(line["step"] == "refused" and not line["ids"] for line in steps)
+        return
+    places = dict.fromkeys(late, (topic, 0)) | dict.fromkeys(rig.seen(), (order[1], 0))
+    parts = traces.partitions(steps, 0, places)
+    assert any(line["step"] == "failed" for line in parts[topic, 0])
+    for place, part in parts.items():
+        assert traces.check(part, 0, [event for event in places if places[event] == place]) > 4
 
 
 def test_exactly_once_a_relay_that_sleeps_before_its_commit(rig):
