@@ -27,10 +27,15 @@ _STRICT: Final = orjson.OPT_SORT_KEYS
 
 
 def write(path: Path, found: Audit, scope: Scope, settings: Settings) -> str:
-    """Write a certificate, and return the hash of its last line. Raises OperationRefused if there are differences."""
+    """Write a certificate, and return the hash of its last line.
+
+    Raises OperationRefused if there are differences, and if there is nothing to be certified.
+    """
     if found.differs:
         raise OperationRefused("no certificate was written: the audit found differences")
     lines = list(_lines(found, scope, settings))
+    if len(lines) < 3:
+        raise OperationRefused("no certificate was written: no minute is known to be equal; the audit's notes say why")
     path.write_bytes(b"".join(line + b"\n" for line in lines))
     return hashlib.sha256(lines[-1]).hexdigest()
 

@@ -69,11 +69,15 @@ def audit(settings: Settings, scope: Scope) -> Audit:
     with ExitStack() as opened:
         comparison = _Comparison(settings, scope, opened)
         found = comparison.run()
-    if comparison.uncounted and comparison.unread:
+    if (differ := comparison.uncounted) and comparison.unread:
         # Before a change of routes, what the ledger counts may have gone there.
+        minutes = sorted(one.minute for one in differ)
+        since, until = minute_start(minutes[0]), minute_start(minutes[-1] + 1)
         with ExitStack() as opened, suppress(Unavailable):
-            again = _Comparison(settings, replace(scope, former=comparison.unread), opened).run()
-            return again if again.count <= found.count else found
+            scope = replace(scope, since=since, until=until, former=comparison.unread)
+            again = _Comparison(settings, scope, opened)
+            more = again.run()
+            found.explain({one: differ[one] for one in differ if one not in again.uncounted}, more, scope.former)
     return found
 
 
@@ -108,8 +112,8 @@ class _Comparison:
         """The ids of events that Kafka has had."""
         self._placed: dict[bytes, tuple[Partition, int]] = {}
         """By id, where Kafka has events of which the archive does not know that."""
-        self.uncounted = False
-        """Whether the ledger counts something else than is known."""
+        self.uncounted: dict[Window, str] = {}
+        """Windows of which the ledger counts something else than is known, each with the kind of the difference."""
         self.unread: Collection[str] = ()
         """Topics of groups that were not read, as this outbox does not write to them."""
         self._groups: Groups | None = None
@@ -368,7 +372,7 @@ class _Comparison:
             whole = self._coverage.archived(window) or not (one.waiting or window.topic in hides)
             accounted[window] = Sum(len(known), self._sum(known)), whole
         for one, kind, text in unlike_ledger(found, accounted, written, self._coverage, self._scope.former, self._now):
-            self.uncounted = True
+            self.uncounted[one.window] = kind
             self._differ(one, kind, None, text)
         windows = [window for window in windows if found[window].state != EXPIRED]
         for group, applied, excused in taken:
@@ -454,6 +458,8 @@ class _Comparison:
                 passed = [record for record in records if record.offset < group.positions.get(record.place, 0)]
                 if not passed:
                     count.waiting += 1
+                elif text := group.gave_up(passed):
+                    self._differ(one, "missing", event_id, text, group.name)
                 elif event_id in applied:
                     count.applied = (count.applied or 0) + 1
                     count.hashes = (count.hashes + hash_of(self._key, event_id)) % MODULUS

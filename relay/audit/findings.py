@@ -116,6 +116,32 @@ class Audit:
         if len(self.differences) < MOST_NAMED:
             self.differences.append(found)
 
+    def explain(self, windows: Mapping[Window, str], more: Audit, topics: Collection[str]) -> None:
+        """Take back what the ledger alone has said of ``windows``, with the kinds: ``more``, which read ``topics`` too,
+        explains it. What was found one by one stays, and what is repeated on these topics is added.
+        """
+        states = {one.window: one.state for one in more.windows}
+        places = {(window.topic, window.start) for window in windows}
+        self.differences = [
+            one for one in self.differences if one.event_id or one.group or (one.topic, one.window) not in places
+        ]
+        for one in self.windows:
+            if (kind := windows.get(one.window)) is None:
+                continue
+            counts = self.counts[one.window]
+            counts -= Counter([kind])
+            if not counts:
+                del self.counts[one.window]
+                state = states.get(one.window, EQUAL)
+                one.state = EQUAL if state == DIFFERENT else state
+        for found in more.windows:
+            at = found.window.topic, found.window.start
+            repeated = [one for one in more.differences if (one.kind, one.topic, one.window) == ("repeated", *at)]
+            if repeated and found.window.topic in topics:
+                self.windows.append(found)
+                for one_more in repeated:
+                    self.add(found.window, one_more)
+
 
 @dataclass(frozen=True, slots=True)
 class Scope:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -86,9 +86,15 @@ class Follower:
 
         Raises SchemaError and ConfigurationError.
         """
+        said = ""
         while not stop.is_set():
-            with suppress(Unavailable, ConsumerUnavailable):
+            try:
                 self.advance()
+                said = ""
+            except (Unavailable, ConsumerUnavailable) as error:
+                if str(error) != said:
+                    log.warning("the audit waits", error=str(error))
+                said = str(error)
             stop.wait(max(_EVERY_SECONDS, self._not_before.get(ALL_TOPICS, 0.0) - time.monotonic()))
 
     def advance(self) -> list[Audit]:

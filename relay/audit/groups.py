@@ -92,6 +92,13 @@ class Group:
     reads: set[str] = field(default_factory=set)
     given_up: dict[Partition, list[range]] = field(default_factory=lambda: defaultdict(list))
 
+    def gave_up(self, passed: Sequence[OnKafka]) -> str | None:
+        """Return why an event is missing that it has given up: with its id, it drops a repeat."""
+        place, offset = passed[0].place, passed[0].offset
+        if any(offset in lost for lost in self.given_up.get(place, ())):
+            return f"the group has given up {_shown(range(offset, offset + 1), place)}"
+        return None
+
     def lacks(
         self, passed: Sequence[OnKafka], excused: Collection[tuple[Partition, int]], *, partial: bool
     ) -> str | None:
@@ -100,8 +107,6 @@ class Group:
         excused  places of dead letters. ``partial``: it leaves events out on purpose.
         """
         place, offset = passed[0].place, passed[0].offset
-        if any(offset in lost for lost in self.given_up.get(place, ())):
-            return f"the group has given up {_shown(range(offset, offset + 1), place)}"
         if not self.remembers or partial or any((one.place, one.offset) in excused for one in passed):
             return None
         return (

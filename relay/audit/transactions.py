@@ -19,12 +19,14 @@ _WAIT_SECONDS: Final = 5.0
 _BEGUN: Final = "SELECT clock_timestamp(), pg_current_xact_id()::text::bigint"
 _OLDEST: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
 
-# NULL where it is not known: xact_start of other roles' sessions is shown to members of pg_read_all_stats only, and
-# that of a prepared transaction to none.
+# Of this database: the oldest transaction's number is that of the whole server. NULL where it is not known: what other
+# roles' sessions do is shown to members of pg_read_all_stats only, and since when one is prepared to none.
 _OPEN: Final = """
-SELECT xact_start FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid()
+SELECT xact_start FROM pg_stat_activity
+ WHERE datname = current_database() AND pid <> pg_backend_pid()
+   AND (backend_xid IS NOT NULL OR query = '<insufficient privilege>')
  UNION ALL
-SELECT NULL FROM pg_prepared_xacts"""
+SELECT NULL FROM pg_prepared_xacts WHERE database = current_database()"""
 
 
 class Transactions:
@@ -59,10 +61,14 @@ def closed_now(connection: psycopg.Connection[Any]) -> tuple[int, str | None]:
         ((standby,),) = cursor.execute("SELECT pg_is_in_recovery()").fetchall()
         if standby:
             return 0, "this server is a standby: no minute is known to be over"
+        ((first,),) = cursor.execute("SELECT clock_timestamp()").fetchall()
         while not (minute := transactions.closed(connection)):
             if time.monotonic() > until:
                 begun = [since for (since,) in cursor.execute(_OPEN).fetchall()]
-                if not begun or None in begun:
+                if not begun:
+                    # Those that are open are of other databases.
+                    return minute_of(first) - LATE_MINUTES, None
+                if None in begun:
                     why = "no minute is known to be over: a transaction is open, and this role does not see since when"
                     return 0, f"{why} (pg_read_all_stats), or it is a prepared one"
                 since = min(begun)

@@ -99,7 +99,7 @@ def verify(
 ) -> None:
     """Check that a certificate was not changed, and repeat its sums. Exit status 1 if they differ now.
 
-    Skips minutes of which Kafka or the archive has deleted something since.
+    Skips minutes of which Kafka or the archive has deleted something since; exit status 1 too if those are all.
     """
     from relay.audit.comparison import audit
 
@@ -109,6 +109,9 @@ def verify(
     for text in texts:
         say(text)
     if texts:
+        raise typer.Exit(1)
+    if not compared:
+        say(f"{file}: none of its {len(lines) - 2} windows can be compared: Kafka or the archive has nothing of them")
         raise typer.Exit(1)
     say(f"{file}: {compared} of {len(lines) - 2} windows can be compared, all as they were; SHA-256 {digest}")
 

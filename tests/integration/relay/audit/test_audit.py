@@ -88,6 +88,9 @@ def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
     record = pipeline.record(ids[0])
     place = f"partition {record.partition()} offset {record.offset()}"
     assert f"the group has given up {place} (at-most-once)" in one["text"]
+    # Also if another delivery has claimed the group since.
+    pipeline.run("UPDATE consumer.groups SET strategy = 'Dedup'")
+    assert pipeline.differences() == [("missing", ids[0])]
     # Its id is remembered, so that a repeat does not come late.
     traced = CliRunner().invoke(app, ["trace", ids[0], "--json"], env=pipeline.environment)
     assert [group["state"] for group in json.loads(traced.stdout)["groups"]] == ["given-up"]
