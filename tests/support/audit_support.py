@@ -158,7 +158,8 @@ class Pipeline:
         reader.assign([TopicPartition(self.topic, part, OFFSET_BEGINNING) for part in range(count)])
         try:
             while (message := reader.poll(30)) is not None:
-                if dict(message.headers())["ce_id"] == event_id.encode():
+                # Those of others may come first.
+                if dict(message.headers() or ()).get("ce_id") == event_id.encode():
                     return message
         finally:
             reader.close()
