@@ -93,7 +93,7 @@ class Group:
     given_up: dict[Partition, list[range]] = field(default_factory=lambda: defaultdict(list))
 
     def gave_up(self, passed: Sequence[OnKafka]) -> str | None:
-        """Return why an event is missing that it has given up: with its id, it drops a repeat."""
+        """Return why an event is missing that the group has given up, or None. With its id, a repeat is dropped."""
         place, offset = passed[0].place, passed[0].offset
         if any(offset in lost for lost in self.given_up.get(place, ())):
             return f"the group has given up {_shown(range(offset, offset + 1), place)}"

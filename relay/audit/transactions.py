@@ -36,6 +36,11 @@ class Transactions:
         # Minutes that had begun, each with the number of a transaction then.
         self._begun: list[tuple[int, int]] = []
 
+    @property
+    def first(self) -> int:
+        """The minute of the first look of which it is not known that its transactions have ended."""
+        return self._begun[0][0]
+
     def closed(self, connection: psycopg.Connection[Any]) -> int:
         """Return the first minute that is not over; 0 if none is known to be. Raises Unavailable."""
         with unavailable_on_error("looking for the minutes that are over"):
@@ -61,13 +66,12 @@ def closed_now(connection: psycopg.Connection[Any]) -> tuple[int, str | None]:
         ((standby,),) = cursor.execute("SELECT pg_is_in_recovery()").fetchall()
         if standby:
             return 0, "this server is a standby: no minute is known to be over"
-        ((first,),) = cursor.execute("SELECT clock_timestamp()").fetchall()
         while not (minute := transactions.closed(connection)):
             if time.monotonic() > until:
                 begun = [since for (since,) in cursor.execute(_OPEN).fetchall()]
                 if not begun:
                     # Those that are open are of other databases.
-                    return minute_of(first) - LATE_MINUTES, None
+                    return transactions.first - LATE_MINUTES, None
                 if None in begun:
                     why = "no minute is known to be over: a transaction is open, and this role does not see since when"
                     return 0, f"{why} (pg_read_all_stats), or it is a prepared one"

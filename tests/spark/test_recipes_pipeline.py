@@ -27,7 +27,7 @@ FLOW = {
     "register(spark)\n": "spark.dataSource.register(Troubled)\n",
     '"outbox", {': '"troubled", {',
 }
-"""What is another line in the test: its sink kills Spark's driver when it is told to."""
+"""What is another line in the test: its sink can kill Spark's driver."""
 
 
 @pytest.fixture

@@ -237,7 +237,7 @@ class World:
         try:
             self.workers[action.who].step(action.what, action.how or "ok")
         except StateLost as error:
-            text = f"worker {action.who} stops, though nobody tampered with anything: {error}"
+            text = f"worker {action.who} stops, though every row and record is as it was written: {error}"
             raise Violation(Invariant.NEVER_STOPS, text) from error
 
     def _kill(self, worker: int, _: str) -> None:

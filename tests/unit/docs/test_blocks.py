@@ -412,8 +412,8 @@ def test_what_is_recommended_is_what_is_promised():
         promised = guarantee(Delivery(delivery), SourceKind.POLLING, strategy)
         assert promised.word == ("at-most-once" if strategy is Strategy.AT_MOST_ONCE else "exactly-once")
         assert "what a relay repeats" not in promised.text
-    (told,) = [text for delivery, _, text in leaves if delivery == "at-most-once"]
-    assert "relay.at_most_once_acks" in told
+    (advice,) = [text for delivery, _, text in leaves if delivery == "at-most-once"]
+    assert "relay.at_most_once_acks" in advice
 
 
 def test_a_proxy_sends_what_the_page_reads():

@@ -110,6 +110,28 @@ def test_a_transaction_that_is_open_may_bring_events_of_a_minute(pipeline, tmp_p
             assert not any("transaction" in note for note in notes(pipeline))
 
 
+def test_a_transaction_of_another_database_keeps_no_minute_open(pipeline, tmp_path, monkeypatch):
+    monkeypatch.setattr(transactions, "_WAIT_SECONDS", 1.0)
+    pipeline.sent()
+    elsewhere = psycopg.conninfo.make_conninfo(pipeline.database.url, dbname="postgres")
+    with psycopg.connect(elsewhere) as neighbour:
+        neighbour.execute("SELECT pg_current_xact_id()")
+        assert certified(pipeline, tmp_path / "certificate") == ({"equal"}, EVENTS)
+        assert not any("transaction" in note for note in notes(pipeline))
+
+
+def test_a_certificate_of_which_nothing_is_left_is_not_verified(pipeline, tmp_path):
+    pipeline.sent()
+    file = tmp_path / "certificate"
+    assert certified(pipeline, file) == ({"equal"}, EVENTS)
+    for partition in pipeline.ends():
+        pipeline.cut(partition)
+    pipeline.run("DELETE FROM outbox.published")
+    verify = CliRunner().invoke(app, ["audit", "verify", str(file)], env=pipeline.environment)
+    assert verify.exit_code == 1, verify.output
+    assert "windows can be compared" in verify.output
+
+
 def notes(pipeline: Pipeline) -> Any:
     return pipeline.audit()[1]["notes"]
 
