@@ -82,10 +82,11 @@ has moved, or the topic was created again, the ids of the dead letters do."""
 ELSEWHERE: Final = """
 SELECT pg_catalog.min(other.id + 0) FROM {dead_letters} AS other
  WHERE other.grp = %(grp)s AND other.topic = letter.topic AND pg_catalog.sha256(other.message_key) = letter.hash
-   AND (other.part, other.topic_id) <> (letter.part, letter.topic_id) AND (other.state <> 'dead' {or_dead})"""
-"""SQL: the lowest id to be retried of the key ``letter.hash``, where the ids give the order. Reads all dead letters of
-the key: to be asked once for a key, and not for each letter, with BY_INDEX. ``<> 'dead'``, because with ``= 'retry'``
-the planner may read all that are to be retried."""
+   AND (other.part, other.topic_id) <> (letter.part, letter.topic_id) {retried}"""
+"""SQL: the lowest id of the key ``letter.hash``, where the ids give the order. Reads all dead letters of the key: to be
+asked once for a key, and not for each letter, with BY_INDEX."""
+RETRIED: Final = "AND other.state <> 'dead'"
+"""SQL: only those to be retried. With ``= 'retry'`` the planner may read all of them, whatever their key."""
 DESCRIBED: Final = """pg_catalog.jsonb_build_object(
                'id', id, 'group', grp, 'topic', topic, 'topic_id', topic_id, 'part', part, 'offset', message_offset,
                'message_id', message_id, 'message_time', message_time, 'reason', reason, 'error', error,

@@ -200,13 +200,16 @@ class Applier:
                 _logger.warning("%s: another claim has it", part.name)
                 part.lose(time.monotonic() + self._reclaim_seconds)
 
-    def retry(self, part: Assigned, partition: Partition) -> bool:
-        """Try the next dead letter of a partition once, under the claim of ``part``. Returns whether there was one."""
+    def retry(self, part: Assigned, partition: Partition, cleared: Collection[int]) -> bool:
+        """Try the next dead letter of a partition once, under the claim of ``part``. Returns whether there was one.
+
+        cleared  see Letters.next.
+        """
         found: RetriedMessage | None = None
 
         def step(connection: psycopg.Connection[Any]) -> None:
             nonlocal found
-            found = self._letters.next(connection, partition)
+            found = self._letters.next(connection, partition, cleared)
             if found is not None:
                 self._apply_letter(connection, part, found)
 

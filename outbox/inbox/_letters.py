@@ -13,7 +13,16 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, DeadLetter, DeadLetterStore, RetryRecord
+from outbox.consumer.letters import (
+    BY_INDEX,
+    EARLIER,
+    ELSEWHERE,
+    KEYS,
+    RETRIED,
+    DeadLetter,
+    DeadLetterStore,
+    RetryRecord,
+)
 from outbox.consumer.messages import storable_time, stored_headers
 from outbox.consumer.model import Partition, RejectedRecord
 from outbox.consumer.statements import columns, statement
@@ -50,7 +59,7 @@ SELECT hash, CASE WHEN ({earlier}) IS NULL THEN coalesce(({retried}) > id, true)
 # Without those that would be held back again: a partition's messages wait while any of its letters is retried.
 _RELEASE: Final = """
 WITH first AS MATERIALIZED (
-    SELECT letter.*, ({unsettled}) AS id
+    SELECT letter.*, ({elsewhere}) AS id
       FROM (SELECT DISTINCT topic, topic_id, part, pg_catalog.sha256(message_key) AS hash FROM {dead_letters}
              WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'dead' AND reason = 'behind'
                AND pg_catalog.sha256(message_key) = ANY(%(hashes)s)) AS letter)
@@ -60,19 +69,24 @@ UPDATE {dead_letters} AS letter SET state = 'retry'
    AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
    AND letter.state = 'dead' AND letter.reason = 'behind' AND coalesce(first.id > letter.id, true)
    AND ({earlier}) IS NULL"""
-# Of those to be retried an earlier one of the key may be in another partition, where another member retries it.
+# Of those to be retried an earlier one of the key may be in another partition, where another member retries it, or an
+# operator may have it retried at any time.
 _HOLD_BACK: Final = """
 WITH page AS MATERIALIZED (
-    SELECT topic, topic_id, part, pg_catalog.sha256(message_key) AS hash FROM {dead_letters}
+    SELECT id, topic, topic_id, part, pg_catalog.sha256(message_key) AS hash FROM {dead_letters}
      WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
      ORDER BY message_offset, id LIMIT %(most)s),
 first AS MATERIALIZED (
-    SELECT letter.*, ({unsettled}) AS id FROM (SELECT DISTINCT * FROM page WHERE hash IS NOT NULL) AS letter)
-UPDATE {dead_letters} AS letter SET state = 'dead', reason = 'behind', error = %(error)s, sqlstate = NULL
-  FROM first
- WHERE first.id IS NOT NULL AND letter.grp = %(grp)s AND letter.topic = first.topic
-   AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
-   AND letter.part = first.part AND letter.state <> 'dead' AND letter.id > first.id"""
+    SELECT letter.*, ({elsewhere}) AS id
+      FROM (SELECT DISTINCT topic, topic_id, part, hash FROM page WHERE hash IS NOT NULL) AS letter),
+held_back AS (
+    UPDATE {dead_letters} AS letter SET state = 'dead', reason = 'behind', error = %(error)s, sqlstate = NULL
+      FROM first
+     WHERE first.id IS NOT NULL AND letter.grp = %(grp)s AND letter.topic = first.topic
+       AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
+       AND letter.part = first.part AND letter.state <> 'dead' AND letter.id > first.id)
+SELECT page.id, coalesce(page.id < first.id, true)
+  FROM page LEFT JOIN first ON first.hash = page.hash AND first.topic_id = page.topic_id"""
 # A topic that was created again may have fewer partitions, and the group has none of the others since.
 _GONE: Final = """
 SELECT DISTINCT topic, part, (
@@ -88,6 +102,7 @@ SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset,
   FROM {dead_letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
+_BLOCKED: Final = "SELECT FROM {dead_letters} AS letter WHERE letter.id = %(letter)s AND ({earlier}) IS NOT NULL"
 
 
 class Letters(DeadLetterStore):
@@ -97,8 +112,8 @@ class Letters(DeadLetterStore):
         super().__init__(schema, group)
         self._parts: dict[str, sql.Composable] = {
             "earlier": statement(schema, _EARLIER, earlier=sql.SQL(EARLIER)),
-            "retried": statement(schema, ELSEWHERE, or_dead=sql.SQL("")),
-            "unsettled": statement(schema, ELSEWHERE, or_dead=sql.SQL("OR other.reason = 'behind'")),
+            "retried": statement(schema, ELSEWHERE, retried=sql.SQL(RETRIED)),
+            "elsewhere": statement(schema, ELSEWHERE, retried=sql.SQL("")),
             "first": statement(schema, _FIRST, after=sql.SQL("%(after)s::bytea")),
             "following": statement(schema, _FIRST, after=sql.SQL("found.hash")),
         }
@@ -157,20 +172,29 @@ class Letters(DeadLetterStore):
         released = self._ask(connection, _RELEASE, **values, hashes=hashes).rowcount if hashes else 0
         return released > 0, bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
-    def hold_back(self, connection: psycopg.Connection[Any], partition: Partition, most: int) -> int:
-        """Put behind others what is to be retried when an earlier one of its key, in another partition, goes first.
+    def hold_back(self, connection: psycopg.Connection[Any], partition: Partition, most: int) -> set[int] | None:
+        """Put behind others what is to be retried although an earlier one of its key is in another partition.
 
-        Looks at the keys of the first ``most`` of a partition. Returns how many dead letters it has put behind.
+        Looks at the keys of the first ``most`` of a partition. Returns the ids of the others, for ``next``; None if
+        nothing is to be retried.
         """
         values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
-        return self._ask(connection, _HOLD_BACK, **values, most=most, error=BEHIND).rowcount
+        rows = self._ask(connection, _HOLD_BACK, **values, most=most, error=BEHIND).fetchall()
+        return {number for number, first in rows if first} if rows else None
 
-    def next(self, connection: psycopg.Connection[Any], partition: Partition) -> RetriedMessage | None:
-        """Return the first dead letter of a partition that is to be retried, and lock it."""
+    def next(
+        self, connection: psycopg.Connection[Any], partition: Partition, cleared: Collection[int]
+    ) -> RetriedMessage | None:
+        """Return the first dead letter of a partition that is to be retried, and lock it. None if it is not cleared.
+
+        cleared  as ``hold_back`` has returned it: one that was marked since may have an earlier one elsewhere.
+        """
         row = self._ask(connection, _WAITING, topic=partition[0], part=partition[1]).fetchone()
-        if row is None:
+        if row is None or row[0] not in cleared:
             return None
         number, reason, blocked, offset, key, value, headers, time = row
+        # Another member may have had the lock, and the first look is from before it had it.
+        blocked = blocked or self._ask(connection, _BLOCKED, letter=number).fetchone() is not None
         return RetriedMessage(RetryRecord(number, (*partition, offset), key, value, headers, time, reason, blocked))
 
     def _ask(

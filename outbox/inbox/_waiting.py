@@ -19,7 +19,7 @@ _PART_OF_TIME: Final = 0.01
 """How much of its time a member spends on reading the keys of dead letters: those of 100,000 take it 100 ms or more."""
 _PART_WHILE_RETRYING: Final = 0.1
 _LOOKED_AT: Final = 100
-"""Of how many dead letters it is known at a time that none of their keys waits for another partition."""
+"""Of how many dead letters it is found at a time whether their keys wait for another partition."""
 
 
 class WaitingLetters:
@@ -30,7 +30,8 @@ class WaitingLetters:
     are of keys that have moved from its partitions.
 
     Those of partitions that the group no longer has are retried by the member that has the topic's first one, under its
-    claim. Should two members do so, each letter is locked by one of them.
+    claim. When there are more partitions again, two members may do so for a while: one of them locks a letter, and then
+    looks once more whether it is behind another.
     """
 
     def __init__(self, letters: Letters, session: Session, applier: Applier) -> None:
@@ -97,18 +98,23 @@ class WaitingLetters:
     def _retry(self, claims: Mapping[Partition, Assigned], go_on: Callable[[], bool]) -> None:
         """Retry a dead letter of each partition in turn, each under its claim."""
         left = deque(claims)
-        looked_at = dict.fromkeys(claims, 0)
+        cleared: dict[Partition, set[int]] = {}
         while left:
-            partition = left[0]
-            if not looked_at[partition]:
+            partition, claim = left[0], claims[left[0]]
+            if claim.position is None or not claim.letters_first:
+                # The claim is lost, or a retry was interrupted: the next upkeep continues.
+                left.popleft()
+            elif not cleared.get(partition):
                 with self._session.transaction() as connection:
                     self._letters.by_index(connection)
-                    held_back = self._letters.hold_back(connection, partition, _LOOKED_AT)
-                looked_at[partition] = max(_LOOKED_AT - held_back, 0)
-            elif claims[partition].position is not None and self._applier.retry(claims[partition], partition):
-                looked_at[partition] -= 1
+                    found = self._letters.hold_back(connection, partition, _LOOKED_AT)
+                if found is None:
+                    left.popleft()
+                else:
+                    cleared[partition] = found
+            elif self._applier.retry(claim, partition, cleared[partition]):
                 left.rotate(-1)
             else:
-                left.popleft()
+                del cleared[partition]
             if not go_on():
                 return

@@ -19,7 +19,7 @@ from psycopg import sql
 from outbox.consumer import connections
 from outbox.consumer.errors import JobError
 from outbox.consumer.groups import GroupStore
-from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, DeadLetterStore, RetryRecord
+from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, RETRIED, DeadLetterStore, RetryRecord
 from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
 from outbox.consumer.retention import KEEP_DAYS, IdRetention
@@ -266,7 +266,7 @@ class PostgresGroupStore:
         ]
 
     def _retried_query(self) -> sql.Composed:
-        return self._named(_RETRIED, elsewhere=self._named(ELSEWHERE, or_dead=sql.SQL("")))
+        return self._named(_RETRIED, elsewhere=self._named(ELSEWHERE, retried=sql.SQL(RETRIED)))
 
     def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""

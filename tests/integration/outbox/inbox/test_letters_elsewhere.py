@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from inbox_log import _quick, accept, recreate
 from inbox_support import Log, apply
+from support import wait_until
 
 from outbox.consumer.admin.status import read_counts
+from outbox.consumer.model import RejectedRecord
 from outbox.inbox import Reject, TopicReplaced
 from outbox.inbox._letters import Letters
 
@@ -17,7 +20,13 @@ __all__ = ["_quick"]
 LETTER = """
 INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_value,
                                    message_headers, message_time, reason, error, state)
-VALUES (%s, %s, 'id', %s, %s, 'k', %s, '[]', now(), %s, 'x', 'dead') RETURNING id"""
+VALUES (%s, %s, 'id', %s, %s, %s, %s, '[]', now(), %s, 'x', 'dead') RETURNING id"""
+
+
+def add(log: Log, part: int, offset: int, key: bytes, n: int, reason: str) -> int:
+    """Add a dead letter of the log's group, and return its id."""
+    [(number,)] = log.run(LETTER, log.group, log.topic, part, offset, key, b'{"n": %d}' % n, reason)
+    return int(number)
 
 
 def reject_moved(connection: Any, message: Any) -> None:
@@ -46,7 +55,7 @@ def test_one_that_waits_for_another_partitions_letter_holds_up_no_other_key(outb
     with log.consuming(on_failure="dead-letter", dedup=False) as running:
         running.wait(lambda: log.positions().get(0) == 1, "the position")
     for part, at, reason in ((1, 9, "behind"), (0, 0, "behind"), (1, 5, "failed")):
-        log.run(LETTER, log.group, log.topic, part, 100 + at, b'{"n": %d}' % (part * 10 + at), reason)
+        add(log, part, 100 + at, b"k", part * 10 + at, reason)
     found = looks(monkeypatch)
     with log.consuming(on_failure="dead-letter", dedup=False) as running:
         running.wait(lambda: len(found) >= 5, "looks at the letters")
@@ -57,6 +66,47 @@ def test_one_that_waits_for_another_partitions_letter_holds_up_no_other_key(outb
         running.wait(lambda: not log.letters(), "the letters")
     # In some order: their ids give another one than their offsets.
     assert sorted(log.applied()["k"]) == [0, 15, 19]
+
+
+@pytest.mark.parametrize(("offset", "reason"), [(50, "failed"), (200, "too-old")])
+def test_one_that_is_retried_meanwhile_waits_for_another_partitions_letter(
+    outbox_postgres, outbox_kafka, offset, reason
+):
+    """While letters of its partition are being retried, an operator retries both: it comes before these, or behind."""
+    log = Log(outbox_postgres, outbox_kafka, 2)
+    earlier = add(log, 0, 100, b"k", 0, reason)
+    later = add(log, 1, offset, b"k", 1, "behind")
+    busy = [add(log, 1, 100 + n, b"busy", n, "rejected") for n in range(3)]
+
+    def retried_meanwhile(connection: Any, message: Any) -> None:
+        if message.value() == b'{"n": 0}' and message.key() == b"busy":
+            log.retry(ids=[earlier])
+        apply(connection, message)
+
+    # Of one that is too old each retry is chosen by itself, so the later one may be retried before.
+    log.retry(ids=[*busy, *([later] if reason == "too-old" else [])])
+    with log.consuming(retried_meanwhile, on_failure="dead-letter", dedup=False) as running:
+        running.wait(lambda: not log.letters(), "the letters")
+    assert log.applied() == {"k": [0, 1], "busy": [0, 1, 2]}
+
+
+def test_one_that_another_member_puts_back_meanwhile_is_waited_for(outbox_postgres, outbox_kafka):
+    """Two members retry one partition, as for a while after its topic has got it again."""
+    log = Log(outbox_postgres, outbox_kafka)
+    letters, place = Letters("consumer", log.group), (log.topic, 0)
+    ids = {add(log, 0, offset, b"k", 0, "failed") for offset in range(2)}
+    log.retry()
+    waits = "SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
+    mine, other = log.database.connect(), log.database.connect()
+    with ThreadPoolExecutor(1) as threads:
+        found = letters.next(other, place, ids)
+        assert found is not None
+        letters.failed_again(other, found.letter.id, RejectedRecord((*place, 0), "failed", "again", None))
+        taken = threads.submit(letters.next, mine, place, ids)
+        wait_until(lambda: log.run(waits, mine.info.backend_pid), what="a wait for the lock")
+        other.commit()
+        behind = taken.result(60)
+    assert (behind.offset(), behind.letter.behind) == (1, True)
 
 
 @pytest.mark.parametrize("way", ["retry", "discard", "gone"])
