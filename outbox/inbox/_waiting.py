@@ -18,6 +18,8 @@ from outbox.inbox._session import Session
 _PART_OF_TIME: Final = 0.01
 """How much of its time a member spends on reading the keys of dead letters: those of 100,000 take it 100 ms or more."""
 _PART_WHILE_RETRYING: Final = 0.1
+_LONGEST_REST: Final = 10.0
+"""For how many seconds at most a look that released nothing is not repeated: of a key with 100,000 it may read all."""
 _LOOKED_AT: Final = 100
 """Of how many dead letters it is found at a time whether their keys wait for another partition."""
 
@@ -43,6 +45,7 @@ class WaitingLetters:
         self._gone: dict[Partition, Partition] = {}
         # How far the keys of each partition's dead letters were looked at; see Letters.release.
         self._released: dict[Partition, bytes] = {}
+        self._release_at: dict[Partition, float] = {}
         self._read_at = self._retried_at = 0.0
 
     def read(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[str, set[bytes]]:
@@ -79,10 +82,16 @@ class WaitingLetters:
             self._letters.by_index(connection)
             waiting, behind = self._letters.with_letters(connection, claims.keys())
             for partition in behind:
+                began = time.monotonic()
+                if began < self._release_at.get(partition, 0.0):
+                    continue
                 after = self._released.get(partition, b"")
                 released, self._released[partition] = self._letters.release(connection, partition, after)
                 if released:
                     waiting.add(partition)
+                else:
+                    ended = time.monotonic()
+                    self._release_at[partition] = ended + min((ended - began) / _PART_OF_TIME, _LONGEST_REST)
         for partition in waiting:
             claims[partition].letters_first = True
         held = any(part.letters_first for part in parts.values())

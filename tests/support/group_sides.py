@@ -212,8 +212,9 @@ class OnInbox:
         assert self.applier._bury(part, message, why)
 
     def retry(self) -> None:
-        # The keys are read again at once; a member does so the later, the longer a look takes.
+        # All is looked at again at once; a member does so the later, the longer a look takes.
         self.waiting._retried_at = 0.0
+        self.waiting._release_at.clear()
         self.waiting.keep_up(self.parts)
 
     def record(self, losses: Sequence[Loss]) -> None:
