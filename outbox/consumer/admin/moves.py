@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +73,19 @@ def refuse_outside(topic: str, bounds: Mapping[int, OffsetBounds], to: int) -> N
                 f"{topic}-{part}: {to} is outside of what Kafka has, offsets {there.first} to {there.end} (where what "
                 "is committed ends). Nothing was changed"
             )
+
+
+def refuse_some(group: str, topic: str, ended: Collection[int]) -> None:
+    """Refuse to move a single partition while the group has offsets of some that the topic had before.
+
+    Their dead letters would wait for a consumer of these partitions.
+    """
+    if ended:
+        raise OperationRefused(
+            f"{topic} was created again with fewer partitions, and the group still has offsets of partition "
+            f"{', '.join(map(str, sorted(ended)))}. Nothing was changed; begin with all of it: `outbox offsets reset "
+            f"{group} --topic {topic} --to loss`"
+        )
 
 
 def target(to: int | dt.datetime | Literal["earliest", "latest"], there: OffsetBounds, found: int | None) -> int:

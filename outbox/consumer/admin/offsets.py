@@ -25,7 +25,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from outbox.consumer.admin.moves import Move, Wanted, after_losses, gone, move, refuse_outside, target
+from outbox.consumer.admin.moves import Move, Wanted, after_losses, gone, move, refuse_outside, refuse_some, target
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.groups import CLAIM_ALL, GroupStore
@@ -291,7 +291,8 @@ class Offsets:
                     moves.append(move(number, here, there, topic_id, after))
             # Partitions of the old topic that the new one does not have.
             ended = {n: here for n, here in stored.items() if n not in bounds and here.topic_id != topic_id}
-            return moves + (gone(ended) if part is None else [])
+            refuse_some(group, topic, () if part is None else ended)
+            return moves + gone(ended)
 
         request = _Request(
             group=group,
