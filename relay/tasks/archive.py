@@ -198,11 +198,12 @@ class Retention:
         connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
         plan = self._plan(connection)
         if force or not plan.held_back:
-            for name in plan.drop:
-                connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
             if plan.stray_rows:
+                # First: it may take minutes, and relays wait for the lock of a DROP.
                 before = sql.Literal(_midnight(plan.oldest))
                 connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
+            for name in plan.drop:
+                connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
         if plan.create:
             connection.execute(sql.SQL(_HOLD_BACK).format(parent=self._parent))
         for day in plan.create:

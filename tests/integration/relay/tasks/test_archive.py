@@ -27,6 +27,15 @@ EVENT = (
     "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "
     "published_at) SELECT 0, g, gen_random_uuid(), 'Order', 'a', 'T', now(), %s FROM generate_series(1, %s) g"
 )
+# Notes whether who deletes rows outside of any partition keeps relays from archiving.
+NOTE_LOCKS = """
+CREATE TABLE public.locks (mode text);
+CREATE FUNCTION public.note_locks() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    INSERT INTO public.locks SELECT mode FROM pg_locks
+     WHERE relation = 'outbox.published'::regclass AND pid = pg_backend_pid();
+    RETURN NULL;
+END $$;
+CREATE TRIGGER note_locks AFTER DELETE ON outbox.published_default EXECUTE FUNCTION public.note_locks()"""
 
 
 __all__ = ["with_path_of_role"]
@@ -130,6 +139,16 @@ def test_old_partitions_and_old_rows_outside_of_any_are_dropped_whatever_the_ses
     archive.retention(options=f"-c timezone={zone}").keep()
     kept = {named(archive.day(days)): 1 for days in (-7, -1)} | {named(archive.day(days)): 0 for days in range(4)}
     assert archive.partitions() == kept | {"published_default": 1}
+
+
+def test_relays_archive_while_many_old_rows_outside_of_any_partition_are_deleted(archive):
+    archive.retention().keep()
+    archive.partition(archive.day(-9), archive.day(-8))
+    archive.fill(-10, 2)
+    archive.admin.execute(NOTE_LOCKS)
+    archive.retention().keep()
+    assert archive.partitions() == {named(archive.day(days)): 0 for days in range(4)} | {"published_default": 0}
+    assert archive.rows("SELECT mode FROM public.locks WHERE mode = 'AccessExclusiveLock'") == []
 
 
 def test_a_partition_that_a_person_made_stays_while_any_of_its_days_is_kept(archive):
