@@ -10,7 +10,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +31,10 @@ from task_sink import Sink as NumbersSink
 
 from outbox._app.prometheus import serve
 from outbox.consumer.errors import DataLost, Fenced, Interrupted
+from outbox.consumer.groups import GroupStore
 from outbox.consumer.letters import DeadLetter, DeadLetterStore
+from outbox.consumer.losses import given_up
+from outbox.consumer.model import RejectedRecord
 from relay.metrics.groups import GroupWatch
 from spark_jobs.driver.options import Options
 from spark_jobs.driver.poison_search import PoisonSearch
@@ -116,7 +119,7 @@ def test_kafka_lost_what_a_group_had_not_read(operator, driver):
     assert "ConsumerGone" in firing({}, before)
     assert "1 loss to accept: `outbox offsets show`" in operator.look("outbox status").text
     assert "retention" in operator.look("outbox offsets show", GROUP=GROUP).text
-    operator.act("outbox offsets reset", GROUP=GROUP, TOPIC=driver.topic)
+    operator.follow("A group has lost messages").act("outbox offsets reset", GROUP=GROUP, TOPIC=driver.topic)
     # Where nothing was lost, it goes neither back nor on.
     assert driver.positions() == {0: 5, 1: 9}
     consumer = Consumer(driver)
@@ -125,11 +128,8 @@ def test_kafka_lost_what_a_group_had_not_read(operator, driver):
     assert (consumer.alerts(before), "ConsumerGone" in firing(consumer.samples(), before)) == (set(), False)
 
 
-@of("A consumer stands still")
-def test_a_group_is_not_needed_any_more(operator, driver):
-    """What a relay shows of it, and its alert, ends with the command."""
-    driver.meet()
-    driver.send(0, 3)
+def of_a_relay(driver: Driver) -> Callable[[], set[str]]:
+    """Return what looks at the groups as a relay does, and says which alerts fire for what it shows."""
     registry = CollectorRegistry()
     kafka = {"bootstrap.servers": driver.topics.bootstrap_servers}
     watch = GroupWatch(driver.url, "consumer", kafka, lambda: True, registry)
@@ -138,8 +138,36 @@ def test_a_group_is_not_needed_any_more(operator, driver):
         watch.look()
         return firing(collected(registry), later=660.0)
 
+    return alerts
+
+
+@of("A group has lost messages")
+def test_a_group_has_given_up_messages(operator, driver):
+    """At-most-once: the group does not halt, so nothing else says it."""
+    driver.meet()
+    driver.send(0, 3)
+    driver.read(0, 3)
+    alerts = of_a_relay(driver)
+    wait_until(lambda: "ConsumerLosses" not in alerts(), 120, "no alert")
+    with psycopg.connect(driver.url) as connection:
+        found = given_up(RejectedRecord((driver.topic, 0, 1), "failed", "refused"), "id")
+        GroupStore("consumer", GROUP).record_losses(connection, [found])
+    # A look that took long is followed by a rest.
+    wait_until(lambda: "ConsumerLosses" in alerts(), 120, "the alert")
+    assert "message 1 was given up" in operator.look("outbox offsets show", GROUP=GROUP).text
+    operator.act("outbox offsets reset", GROUP=GROUP, TOPIC=driver.topic)
+    assert driver.positions() == {0: 3, 1: 0}
+    wait_until(lambda: "ConsumerLosses" not in alerts(), 120, "the alert to end")
+
+
+@of("A consumer stands still")
+def test_a_group_is_not_needed_any_more(operator, driver):
+    """What a relay shows of it, and its alert, ends with the command."""
+    driver.meet()
+    driver.send(0, 3)
+    alerts = of_a_relay(driver)
     execute(driver.url, "UPDATE consumer.offsets SET updated_at = now() - interval '1 day'")
-    watch.look()
+    alerts()
     # A look that took long is followed by a rest.
     wait_until(lambda: "ConsumerGone" in alerts(), 120, "the alert")
     operator.act("outbox offsets forget", GROUP=GROUP, TOPIC=driver.topic)

@@ -135,6 +135,7 @@ FAILURES: dict[str, tuple[Shown, Shown]] = {
     "ConsumerFenced": ({'outbox_consumer_generation{group="g"}': 9}, {}),
     "ConsumerDeadLetters": ({f"outbox_consumer_dead_letters_waiting{OF_PARTITION}": 1}, {}),
     "ConsumerEffectStuck": ({f"outbox_consumer_reservations_stuck{OF_PARTITION}": 1}, {}),
+    "ConsumerLosses": ({'outbox_group_losses{group="g"}': 1}, {}),
 }
 
 
