@@ -12,6 +12,7 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, say
 from outbox._app.text import as_utc, time_text
+from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from relay.operations.recover import Comparison, EventPlace
@@ -28,6 +29,9 @@ def recover(
     resend: Annotated[
         bool, typer.Option("--resend", help="Put what Kafka has lost back from the archive, before what waits.")
     ] = False,
+    topic: Annotated[
+        list[str] | None, typer.Option(help="With --resend: only what was in this topic; repeatable.")
+    ] = None,
     reason: Reason = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
@@ -43,12 +47,18 @@ def recover(
     from relay.operations.recover import Recovered, Recovery
 
     why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)
+    if topic and not resend:
+        raise ConfigurationError("--topic limits --resend, which is not given")
     start, end = as_utc(since), as_utc(until) or dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
     assert start is not None
     settings = reconciler_settings(database_url)
     with closing(Recovery(settings)) as recovery:
         found = recovery.compare(start, end)
-        done = Recovered(found.found, 0, []) if dry_run else recovery.recover(found, why, resend=resend)
+        done = (
+            Recovered(found.found, 0, [])
+            if dry_run
+            else recovery.recover(found, why, resend=resend, topics=topic or ())
+        )
     if as_json:
         print_json(
             {
@@ -57,6 +67,7 @@ def recover(
                 "unsure": [event._asdict() for event in found.unsure],
                 "missing": [event._asdict() for event in found.missing],
                 "overtaken": [event._asdict() for event in found.overtaken],
+                "expired": found.expired,
                 "settled": {str(lane): rows for lane, rows in done.settled.items()},
                 "changed": found.changed,
                 "scheduled": [row.event_id for row in found.scheduled],
@@ -94,6 +105,7 @@ def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
     if found.overtaken:
         say(f"  later events of their keys are on Kafka; see `outbox replay`: {_events(found.overtaken)}")
     for text, count in {
+        "archived events are no longer on Kafka: retention has deleted them, nothing is lost": found.expired,
         "published already; settled, not published again": settled,
         "scheduled, and published already; deleted": len(found.scheduled),
         "dead letters that were retried and published; discarded": len(found.dead),

@@ -24,7 +24,8 @@ from relay.config import SourceKind, load
 
 if TYPE_CHECKING:
     from relay.config import Settings
-    from relay.operations.reconcile import Findings, LaneComparison
+    from relay.operations.lane_rows import LaneComparison
+    from relay.operations.reconcile import Findings
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 

@@ -40,6 +40,10 @@ from outbox.errors import OutboxError
 _VERSION: Final = 1
 _FIRST_EVENTS: Final = 2
 _SEE: Final = "Nothing was published. Run `outbox relay reconcile`"
+RECOVER: Final = (
+    "run `outbox recover --since TIME`, with the time of the last commit that it has: it shows what was lost, and "
+    "`outbox relay reconcile` the lane only"
+)
 
 
 class StateLost(OutboxError):
@@ -138,7 +142,7 @@ def resume(
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {marker.batch} of this outbox, and Postgres has settled none: it is "
                 "from before exactly-once began (a restore), or another outbox had this OUTBOX_NAME on this Kafka. "
-                f"Events would be sent again. {_SEE}"
+                f"Events would be sent again; nothing was published. If it was restored, {RECOVER}"
             )
         return marker
     # Kept by `outbox db lanes`, which takes a lane that it adds for settled up to its number's last marker.
@@ -152,7 +156,8 @@ def resume(
     if published > last_batch + 1:
         raise StateLost(
             f"lane {lane}: Kafka holds batch {published}, but Postgres remembers only {last_batch}: it has lost "
-            f"commits (a restore, or a failover to a standby that was behind). Events would be sent again. {_SEE}"
+            "commits (a restore, or a failover to a standby that was behind). Events would be sent again; nothing was "
+            f"published: {RECOVER}"
         )
     return marker
 

@@ -5,13 +5,15 @@ The rows are listed in a temporary table, so the connection must not go through 
 
 import datetime as dt
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
 
 from outbox.event import DEAD_LETTER, REPLAY
+from relay.core.marker import Marker
 from relay.core.ports import Claim
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
@@ -80,6 +82,42 @@ WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
           CROSS JOIN LATERAL (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = p.id LIMIT 1) AS f),
      forgotten AS (DELETE FROM {failures} AS f USING failed AS p WHERE f.lane = %(lane)s AND f.id = p.id)
 SELECT max(id) FROM picked"""
+
+
+class Lane(NamedTuple):
+    """``exactly_once``: a lane of this outbox has been published exactly-once."""
+
+    last_batch: int | None
+    system: str
+    timeline: int
+    insert_lsn: int
+    transactional_id: str | None
+    exactly_once: bool
+
+    def disowns(self, marker: Marker | None) -> bool:
+        """Return whether the marker is of another outbox, which has the same OUTBOX_NAME."""
+        return marker is not None and not self.exactly_once and marker.system_identifier != self.system
+
+
+@dataclass(frozen=True, slots=True)
+class LaneComparison:
+    """The state of one lane in table, marker and topics.
+
+    ``problem`` is why a relay would stop on it, or None. ``rows`` are in the outbox; of those, ``found`` are on Kafka
+    already (looked up only if there is a problem).
+    """
+
+    lane: int
+    last_batch: int | None
+    marker_batch: int | None
+    problem: str | None
+    rows: int
+    found: int = 0
+
+    @property
+    def next_batch(self) -> int:
+        """The batch number to start again from: above the last batch of both sides."""
+        return max(self.last_batch or 0, self.marker_batch or 0) + 1
 
 
 class LaneRows:

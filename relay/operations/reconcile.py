@@ -32,7 +32,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from confluent_kafka import KafkaException
 from psycopg import errors, sql
@@ -52,7 +52,7 @@ from relay.kafka.takeover import own_ids
 from relay.operations.audit import note
 from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, taken
-from relay.operations.lane_rows import LaneRows
+from relay.operations.lane_rows import Lane, LaneComparison, LaneRows
 from relay.parts import build_router
 from relay.settle.statements import names_of
 from relay.wal.replication import Replication, lsn_text
@@ -64,7 +64,8 @@ _AUDIT_IDS: Final = 10_000
 _LANES: Final = """
 SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system()),
        {timeline},
-       (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint, transactional_id
+       (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint, transactional_id,
+       bool_or(last_batch IS NOT NULL OR transactional_id IS NOT NULL) OVER ()
   FROM {lanes} ORDER BY lane"""
 
 # LIMIT prevents the planner from reversing the join; see settle/statements.py.
@@ -90,35 +91,6 @@ RETURNING l.lane"""
 _DONE: Final = """
 UPDATE {lanes} AS l SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL
   FROM {leases} WHERE {ours} RETURNING 1"""
-
-
-class _Lane(NamedTuple):
-    last_batch: int | None
-    system: str
-    timeline: int
-    insert_lsn: int
-    transactional_id: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class LaneComparison:
-    """The state of one lane in table, marker and topics.
-
-    ``problem`` is why a relay would stop on it, or None. ``rows`` are in the outbox; of those, ``found`` are on Kafka
-    already (looked up only if there is a problem).
-    """
-
-    lane: int
-    last_batch: int | None
-    marker_batch: int | None
-    problem: str | None
-    rows: int
-    found: int = 0
-
-    @property
-    def next_batch(self) -> int:
-        """The batch number to start again from: above the last batch of both sides."""
-        return max(self.last_batch or 0, self.marker_batch or 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +267,7 @@ class Reconciler:
             raise SchemaError(f"the outbox has no lane {min(unknown)}: it has {len(there)}, from 0")
         return sorted(there if lanes is None else set(lanes))
 
-    def _lanes(self) -> dict[int, _Lane]:
+    def _lanes(self) -> dict[int, Lane]:
         with unavailable_on_error("reading lanes"):
             try:
                 rows = self._connection.execute(sql.SQL(_LANES).format(**self._names)).fetchall()
@@ -303,7 +275,7 @@ class Reconciler:
                 raise SchemaError(
                     "this server is a standby: run this on the primary, or promote this one first"
                 ) from error
-        return {lane: _Lane(*values) for lane, *values in rows}
+        return {lane: Lane(*values) for lane, *values in rows}
 
     def _compared(self, lanes: Sequence[int]) -> dict[int, LaneComparison]:
         states: dict[int, LaneComparison] = {}
@@ -323,11 +295,16 @@ class Reconciler:
             left = [lane for lane in left if lane not in states]
         return dict(sorted(states.items()))
 
-    def _compare(self, lane: int, seen: _Lane, read: MarkersRead) -> tuple[Marker | None, str | None]:
+    def _compare(self, lane: int, seen: Lane, read: MarkersRead) -> tuple[Marker | None, str | None]:
         """Return the marker, and why a relay would stop on the lane, if it would."""
         if lane in read.problems:
             return None, str(read.problems[lane])
         marker = read.markers[lane]
+        if seen.disowns(marker):
+            raise OperationRefused(
+                f"{self._state.name!r} holds markers of another database, and this outbox has never published "
+                "exactly-once: another outbox has the same OUTBOX_NAME. Give each its own, and run this again"
+            )
         try:
             resume(lane, seen.last_batch, marker, seen.system, seen.timeline)
         except StateLost as error:
@@ -353,7 +330,7 @@ class Reconciler:
         [(gone,)] = self._rows.run(_GONE, values, "looking for the marker's rows")
         return int(gone)
 
-    def _end_of(self, timeline: int, seen: _Lane) -> int | None:
+    def _end_of(self, timeline: int, seen: Lane) -> int | None:
         """Return where a timeline ended in this server's history; None if it is the current one, or not in it."""
         if timeline == seen.timeline:
             return None

@@ -15,6 +15,7 @@ A restore takes Postgres back to a point, and Kafka keeps what was published aft
 |                     |                         | under its own row id: before the later events of its key, which wait |
 |                     | lacks it, and has a     | overtaken: named, and left to `outbox replay`, as it would come      |
 |                     | later one of its key    | behind that one                                                      |
+|                     | begins behind its place | expired: counted; retention has deleted it                           |
 | nowhere             | has it                  | Postgres has lost it: named, as consumers may have applied it        |
 
 An event is lost for sure if it was written after the point, by the database's clock, or published well after it: if it
@@ -28,7 +29,7 @@ it again finishes.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -36,12 +37,17 @@ from psycopg import sql
 
 from outbox.errors import OperationRefused
 from outbox.event import DEAD_LETTER, REPLAY
+from relay.core.marker import Marker
 from relay.database import unavailable_on_error
+from relay.kafka.client import unavailable_on_kafka_error
+from relay.kafka.offsets import Offsets, Partition
+from relay.kafka.state_topic import MarkersRead
+from relay.operations import recover_statements as statements
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.operations.hidden_events import HangingPartition
 from relay.operations.holding import Holding
-from relay.operations.lane_rows import MARGIN, content_of
-from relay.operations.reconcile import LOCK_SECONDS, Findings, LaneComparison, Reconciler
+from relay.operations.lane_rows import MARGIN, Lane, LaneComparison, content_of
+from relay.operations.reconcile import LOCK_SECONDS, Findings, Reconciler
 from relay.operations.topic_scan import TopicRecord, committed_since
 from relay.operations.trace import time_of, topics_of
 
@@ -54,141 +60,6 @@ _RESTORED: Final = "Postgres was restored to a point before events of this lane 
 
 _UNSETTLED: Final = "its marker names events that are not settled, and only the topics show whether Kafka has them"
 _PUT_BACK: Final = "its marker may name events that are put back"
-
-_TABLE: Final = (
-    "DROP TABLE IF EXISTS pg_temp.outbox_recover",
-    """CREATE TEMPORARY TABLE outbox_recover (
-           event_id uuid NOT NULL, mark text NOT NULL, copy boolean NOT NULL, ours boolean NOT NULL, content bytea,
-           topic text NOT NULL, partition integer NOT NULL, "offset" bigint NOT NULL, at timestamptz NOT NULL,
-           written timestamptz NOT NULL, key text NOT NULL)""",
-)
-_COPY: Final = """
-COPY pg_temp.outbox_recover (event_id, mark, copy, ours, content, topic, partition, "offset", at, written, key)
-FROM STDIN"""
-_INDEX: Final = ("CREATE INDEX ON pg_temp.outbox_recover (event_id)", "ANALYZE pg_temp.outbox_recover")
-
-# The topics too: since then a route may have changed.
-_ARCHIVED: Final = """
-SELECT min({created_at}), array_agg(DISTINCT topic) FILTER (WHERE topic IS NOT NULL)
-  FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
-
-_RELAYS: Final = "SELECT count(*) FROM {relays} WHERE {alive}"
-
-# A relay that takes, renews or releases a lane changes its row.
-_LANES: Final = "SELECT l::text FROM {lanes} AS l ORDER BY lane"
-_LOCK_LANES: Final = """
-SELECT l::text, lane, owner, lease_until::text, lease_until >= clock_timestamp() FROM {lanes} AS l
- ORDER BY lane FOR UPDATE"""
-
-# What reconcile and this have settled without an archive is in the audit only.
-_LOST: Final = """
-SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s."offset", s.at,
-       s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s
-  FROM pg_temp.outbox_recover AS s
- WHERE s.ours AND s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s
-   AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = s.event_id)
-   AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.event_id = s.event_id)
-   AND NOT EXISTS (SELECT FROM {scheduled} AS w WHERE w.event_id = s.event_id)
-   AND NOT EXISTS (SELECT FROM {published} AS p WHERE p.event_id = s.event_id)
-   AND s.event_id::text NOT IN (
-       SELECT jsonb_array_elements_text(details -> 'event_ids_on_kafka') FROM {audit}
-        WHERE what IN ('reconcile settles', 'recover settles'))
- ORDER BY s.event_id, s.at"""
-
-# Of any source: the setting may have changed. A replay counts as its event, a copy for a dead-letter topic does not.
-_MISSING: Final = """
-WITH missing AS MATERIALIZED (
-    SELECT DISTINCT ON (p.event_id, p.copy) p.event_id, p.copy, p.aggregate_type, p.aggregate_id, p.topic, p.partition,
-           p."offset", p.published_at
-      FROM (SELECT *, coalesce(headers ? %(dead)s, false) AS copy FROM {published}
-             WHERE published_at >= %(since)s AND published_at < %(until)s) AS p
-     WHERE NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id AND s.copy = p.copy)
-       AND NOT EXISTS (SELECT FROM {events} AS e
-                        WHERE e.event_id = p.event_id AND coalesce(e.headers ? %(dead)s, false) = p.copy)
-     ORDER BY p.event_id, p.copy, p.published_at),
-held AS (
-    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {published}
-     UNION ALL
-    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {events}
-     UNION ALL
-    SELECT id, event_id, aggregate_type, aggregate_id, headers FROM {dead_letters}),
-there AS (
-    SELECT aggregate_type, aggregate_id, k.copy, min(h.id) AS first_id
-      FROM (SELECT DISTINCT aggregate_type, aggregate_id, copy FROM missing) AS k
-      JOIN held AS h USING (aggregate_type, aggregate_id)
-     WHERE coalesce(h.headers ? %(dead)s, false) = k.copy
-       AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = h.event_id AND s.copy = k.copy)
-     GROUP BY aggregate_type, aggregate_id, k.copy, h.event_id
-     UNION ALL
-    SELECT w.aggregate_type, w.aggregate_id, false, 9223372036854775807
-      FROM {scheduled} AS w JOIN pg_temp.outbox_recover AS s USING (event_id) WHERE NOT s.copy),
-last AS (
-    SELECT aggregate_type, aggregate_id, copy, max(first_id) AS id FROM there
-     GROUP BY aggregate_type, aggregate_id, copy)
-SELECT m.event_id::text, m.aggregate_id, coalesce(m.topic, ''), coalesce(m.partition, -1), coalesce(m."offset", -1),
-       m.published_at, m.copy,
-       last.id IS NOT NULL AND last.id > (
-           SELECT min(p.id) FROM {published} AS p
-            WHERE p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy)
-  FROM missing AS m LEFT JOIN last USING (aggregate_type, aggregate_id, copy)
- ORDER BY m.event_id, m.copy"""
-
-_THERE: Final = """
-EXISTS (SELECT FROM pg_temp.outbox_recover AS s
-         WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
-
-_FOUND: Final = """
-SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile AS r
- WHERE {there} GROUP BY lane ORDER BY lane"""
-
-_MARK_FOUND: Final = "UPDATE pg_temp.outbox_reconcile AS r SET found = true WHERE NOT found AND {there}"
-
-_CHANGED: Final = """
-SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
- WHERE NOT {there}
-   AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s
-                WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark)
- ORDER BY r.id"""
-
-_STANDING: Final = """
-SELECT r.lane, r.id, r.event_id::text
-  FROM (SELECT {lane} AS lane, id, event_id,
-               coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '') AS mark,
-               sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
-          FROM {table}) AS r
- WHERE {there} ORDER BY event_id, id"""
-
-# No mark holds any more, and no epoch: a relay that wakes up has a mark too. Rows that are put back are in the stream
-# behind those that wait.
-_READ_ALL: Final = "UPDATE {lanes} SET {released}, low_water_mark = NULL, mark_failures = NULL, streaming = false"
-
-# Of an event that was replayed, the first row. A later event of the key that is due is read before what waits: these
-# must be due too.
-_RESEND: Final = """
-WITH lost AS (
-    SELECT DISTINCT ON (m.event_id, m.copy) p.tableoid AS part, p.ctid AS place
-      FROM unnest(%(event_ids)s::uuid[], %(copies)s::boolean[]) AS m(event_id, copy)
-      JOIN {published} AS p ON p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy
-     ORDER BY m.event_id, m.copy, p.id),
-gone AS (
-    DELETE FROM {published} AS p USING lost WHERE p.tableoid = lost.part AND p.ctid = lost.place RETURNING p.*),
-back AS (
-    INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
-                          created_at, from_relay) OVERRIDING SYSTEM VALUE
-    SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
-      FROM gone RETURNING lane, id, event_id, aggregate_type, aggregate_id, headers),
-due AS (
-    INSERT INTO {failures} (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, last_error,
-                            first_failed_at, last_failed_at, next_attempt_at)
-    SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 0, 'Kafka has lost it', now(), now(), now()
-      FROM back AS b
-     WHERE NOT coalesce(headers ? %(dead)s, false)
-       AND EXISTS (SELECT FROM {failures} AS f
-                    WHERE f.lane = b.lane AND f.aggregate_type = b.aggregate_type
-                      AND f.aggregate_id = b.aggregate_id AND f.id > b.id AND f.blocks))
-SELECT count(*) FROM back"""
-
-_UNSCHEDULE: Final = "DELETE FROM {scheduled} WHERE id = ANY(%(ids)s::bigint[])"
 
 
 class EventPlace(NamedTuple):
@@ -234,6 +105,7 @@ class Comparison:
     lost        on Kafka, and in no table. ``unsure``: those that may be settled as well.
     found       rows of ``events`` that are on Kafka, by lane; ``changed``: those that have another content there.
     missing     in the archive, and not on Kafka; ``overtaken``: those of them whose key has later events on Kafka.
+    expired     in the archive, at places that Kafka's retention has deleted: of these nothing is lost.
     """
 
     since: dt.datetime
@@ -249,6 +121,7 @@ class Comparison:
     dead: Sequence[StandingRow]
     missing: Sequence[EventPlace]
     overtaken: Sequence[EventPlace]
+    expired: int
     lanes: Sequence[LaneComparison]
 
     @property
@@ -285,7 +158,7 @@ class Recovery(Reconciler):
 
         Raises OperationRefused while a transaction is open in a topic of events: it hides what Kafka has behind it.
         """
-        self._seen = self._rows.run(_LANES, (), "reading lanes")
+        self._seen = self._rows.run(statements.LANES, (), "reading lanes")
         findings = self.look(search=False)
         if findings.hanging:
             raise OperationRefused(_hides(findings.hanging))
@@ -293,21 +166,26 @@ class Recovery(Reconciler):
         bound |= {"archive": self._archive, "dead": DEAD_LETTER}
         self._rows.list_rows([state.lane for state in findings.lanes])
         read, others = self._read_topics(self._starts(bound))
-        there = sql.SQL(_THERE)
+        there = sql.SQL(statements.THERE)
 
         def compared(statement: str, **names: sql.Composable) -> list[Any]:
             values = {"replay": REPLAY, "dead": DEAD_LETTER}
             return self._rows.run(statement, values, "comparing events", there=there, **names)
 
         def standing(table: str, lane: sql.Composable) -> list[StandingRow]:
-            return [StandingRow(*row) for row in compared(_STANDING, table=self._names[table], lane=lane)]
+            return [StandingRow(*row) for row in compared(statements.STANDING, table=self._names[table], lane=lane)]
 
-        [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
-        lost = self._rows.run(_LOST, bound, "looking for what Postgres has lost")
+        [(relays,)] = self._rows.run(statements.RELAYS, (), "counting relays")
+        lost = self._rows.run(statements.LOST, bound, "looking for what Postgres has lost")
         places = [(EventPlace(*place), sure) for *place, sure in lost]
         missing = [
             (EventPlace(*place), by_known)
-            for *place, by_known in self._rows.run(_MISSING, bound, "looking for what Kafka has lost")
+            for *place, by_known in self._rows.run(statements.MISSING, bound, "looking for what Kafka has lost")
+        ]
+        first = self._first_offsets({event.topic for event, _ in missing})
+        # An archived offset is -1 if it is not known.
+        kept = [
+            one for one in missing if not 0 <= one[0].offset < first.get(Partition(one[0].topic, one[0].partition), 0)
         ]
         # By time: what Postgres has lost is later than all that it has, and what was never archived may be earlier.
         last_lost: dict[tuple[str, str], dt.datetime] = {}
@@ -329,21 +207,26 @@ class Recovery(Reconciler):
             relays,
             [place for place, sure in places if sure],
             [place for place, sure in places if not sure],
-            dict(compared(_FOUND)),
-            [event_id for (event_id,) in compared(_CHANGED)],
+            dict(compared(statements.FOUND)),
+            [event_id for (event_id,) in compared(statements.CHANGED)],
             standing("scheduled", sql.SQL("0")),
             standing("dead_letters", sql.Identifier("lane")),
-            [event for event, _ in missing],
-            [event for event, by_known in missing if overtaken(event, by_known)],
+            [event for event, _ in kept],
+            [event for event, by_known in kept if overtaken(event, by_known)],
+            len(missing) - len(kept),
             findings.lanes,
         )
 
-    def recover(self, found: Comparison, reason: str, *, resend: bool = False) -> Recovered:
+    def recover(
+        self, found: Comparison, reason: str, *, resend: bool = False, topics: Collection[str] = ()
+    ) -> Recovered:
         """Settle what is on Kafka, so that nothing is published again, and let the lanes go on.
 
-        ``resend``: put back what Kafka has lost, except what was overtaken. Lanes of an exactly-once outbox get new
-        markers. Raises OperationRefused when another process took one, and with ``resend`` while relays run or if one
-        has run since the comparison: then nothing is changed.
+        ``resend``: put back what Kafka has lost, of ``topics`` or of all, except what was overtaken. Lanes of an
+        exactly-once outbox get new markers.
+
+        Raises OperationRefused when another process took one, and with ``resend`` while relays run or if one has run
+        since the comparison: then nothing is changed.
         """
         broken = found.broken
         if resend:
@@ -359,10 +242,11 @@ class Recovery(Reconciler):
             "missing": len(found.missing),
             "overtaken": len(found.overtaken),
             "resend": resend,
+            "topics": sorted(topics),
             "event_ids_lost": [event.event_id for event in found.lost[:_AUDIT_IDS]],
         }
         with unavailable_on_error("putting back what Kafka has lost"), self._connection.transaction():
-            resent = self._resend(found) if resend else 0
+            resent = self._resend(found, topics) if resend else 0
             self._note("recover", reason, details | {"resent": resent})
             standing = [row.event_id for row in (*found.scheduled, *found.dead)]
             self._note_settled("recover settles", reason, standing, {})
@@ -372,22 +256,29 @@ class Recovery(Reconciler):
             self._settle([state.lane for state in broken], reason)
         settled = {lane: self._rows.found_ids(lane) for lane in sorted(self._rows.found())}
         if found.scheduled:
-            self._rows.run(_UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events")
+            self._rows.run(
+                statements.UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events"
+            )
         if not found.dead:
             return Recovered(settled, resent, [])
         letters = DeadLetters(self._connection, self._schema)
         chosen = Selection(rows=[(row.lane, row.id) for row in found.dead])
         return Recovered(settled, resent, letters.discard(chosen, f"it is on Kafka: {reason}").locked)
 
-    def _resend(self, found: Comparison) -> int:
+    def _compare(self, lane: int, seen: Lane, read: MarkersRead) -> tuple[Marker | None, str | None]:
+        """Leave out the markers of another outbox: this one has none, so none is written."""
+        return (None, None) if seen.disowns(read.markers.get(lane)) else super()._compare(lane, seen, read)
+
+    def _resend(self, found: Comparison, topics: Collection[str]) -> int:
         """Put back what Kafka has lost, while the lanes' rows are locked. Returns the number of events."""
         overtaken = {(event.event_id, event.copy) for event in found.overtaken}
-        back = [event for event in found.missing if (event.event_id, event.copy) not in overtaken]
+        wanted = [event for event in found.missing if not topics or event.topic in topics]
+        back = [event for event in wanted if (event.event_id, event.copy) not in overtaken]
         if not back:
             return 0
         self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{LOCK_SECONDS}s",))
-        lanes = self._rows.run(_LOCK_LANES, (), "locking the lanes")
-        [(relays,)] = self._rows.run(_RELAYS, (), "counting relays")
+        lanes = self._rows.run(statements.LOCK_LANES, (), "locking the lanes")
+        [(relays,)] = self._rows.run(statements.RELAYS, (), "counting relays")
         before = "later events of a key could be published before those that are put back"
         if relays:
             raise OperationRefused(f"{relays} relays run: {before}. Stop them, and run this again")
@@ -402,13 +293,13 @@ class Recovery(Reconciler):
                 "relays have changed the lanes since the comparison began: they may have published later events of a "
                 "key. Run this again"
             )
-        self._rows.run(_READ_ALL, (), "releasing the lanes")
+        self._rows.run(statements.READ_ALL, (), "releasing the lanes")
         values = {
             "event_ids": [event.event_id for event in back],
             "copies": [event.copy for event in back],
             "dead": DEAD_LETTER,
         }
-        [(resent,)] = self._connection.execute(sql.SQL(_RESEND).format(**self._names), values).fetchall()
+        [(resent,)] = self._connection.execute(sql.SQL(statements.RESEND).format(**self._names), values).fetchall()
         return int(resent)
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
@@ -423,31 +314,37 @@ class Recovery(Reconciler):
     def _find(self, lanes: Sequence[int]) -> None:
         """Find what the comparison has found, too: it began earlier, and read more topics."""
         super()._find(lanes)
-        self._rows.run(_MARK_FOUND, None, "noting what stands on Kafka", there=sql.SQL(_THERE))
+        self._rows.run(statements.MARK_FOUND, None, "noting what stands on Kafka", there=sql.SQL(statements.THERE))
 
     def _starts(self, bound: Mapping[str, Any]) -> dict[str, int]:
         """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""
         # An event is settled after it is published, perhaps much later, but it is written before.
-        [(oldest, archived)] = self._rows.run(_ARCHIVED, bound, "reading the archive")
+        [(oldest, archived)] = self._rows.run(statements.ARCHIVED, bound, "reading the archive")
         rows = self._rows.topics(range(len(self._lanes())))
         # Those of rows too: what may not be described is not among the topics that Kafka lists.
         topics = {*topics_of(self._client, self._router.may_write), *(archived or ()), *rows}
         start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         return {topic: min(start, rows.get(topic, start)) for topic in topics}
 
+    def _first_offsets(self, topics: Collection[str]) -> dict[Partition, int]:
+        """Return where the partitions of these topics begin; of topics that do not exist, nothing."""
+        with unavailable_on_kafka_error("looking where topics begin"):
+            offsets = Offsets(self._client)
+            return offsets.low(offsets.partitions(topics))
+
     def _read_topics(self, starts: Mapping[str, int]) -> tuple[int, int]:
         """Copy the topics' records into a temporary table. Returns how many were read, and those of other sources."""
         read = others = 0
-        for statement in _TABLE:
+        for statement in statements.TABLE:
             self._rows.run(statement, None, "listing records")
         for group in committed_since(self._client, starts):
             rows = [(one, one.source in {"", self._source}) for one in group if one.event_id is not None]
             read, others = read + len(group), others + len(group) - sum(ours for _, ours in rows)
             with unavailable_on_error("listing records"), self._connection.cursor() as cursor:
-                with cursor.copy(_COPY) as copy:
+                with cursor.copy(statements.COPY) as copy:
                     for one, ours in rows:
                         copy.write_row(_row(one, ours=ours))
-        for statement in _INDEX:
+        for statement in statements.INDEX:
             self._rows.run(statement, None, "listing records")
         return read, others
 

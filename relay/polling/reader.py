@@ -479,7 +479,7 @@ class LaneReader:
 
     def _draw_xid(self) -> int:
         ((xid, *server),) = self._session.rows(DRAW_XID)
-        self._server = Server(*server)
+        self._server = self._session.accept(Server(*server))
         return int(xid)
 
     def _xmin(self) -> int:

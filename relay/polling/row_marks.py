@@ -27,8 +27,9 @@ from typing import Final
 
 from relay.core.ports import Claim
 from relay.polling.blocked_keys import BlockedKeys
+from relay.polling.kept_marks import Server
 from relay.polling.lane import PolledLane
-from relay.polling.queries import Queries
+from relay.polling.queries import SERVER, Queries
 from relay.polling.session import Session
 from relay.settle.statements import array, lease_values
 
@@ -73,6 +74,8 @@ class RowMarks:
         }
         # Behind a pooler a statement alone is a pipeline with its settings, and would lock the rows until the Sync.
         with self._session.connection.transaction() if self._session.pooled else nullcontext():
+            if self._session.pooled:
+                self._session.accept(Server(*self._session.rows(SERVER)[0]))
             rows = self._session.rows(self._queries.keep_marks, **values)
         for (lane,) in rows:
             self._written[lane] = marks[lane]

@@ -19,10 +19,11 @@ from psycopg.types.json import set_json_loads
 from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import Batches, Claim, UnsettledBatch
+from relay.core.ports import Batches, Claim, DatabaseUnavailable, UnsettledBatch
 from relay.database import begin_session, unavailable_on_error
+from relay.polling.kept_marks import Server
 from relay.polling.low_water_mark import Marks
-from relay.polling.queries import Queries
+from relay.polling.queries import SERVER, Queries
 from relay.settle.settlement import Settlement, Settling
 from relay.settle.statements import KEEP_TO_THE_INDEX
 
@@ -120,6 +121,20 @@ class Session:
             on_settled=on_settled,
         )
         self.ahead: TurnPlan | None = None
+        self._server: Server | None = None
+
+    def accept(self, server: Server) -> Server:
+        """Return the server. Raises DatabaseUnavailable if it is not the one before, later.
+
+        Behind a pooler this session outlives its server: another one, or a restored one, gives ids out again that are
+        below the marks.
+        """
+        if self._server is not None and not self._server.has_become(server):
+            raise DatabaseUnavailable(
+                "the pooler leads to another server, or to one that was started again: lanes are read from the start"
+            )
+        self._server = server
+        return server
 
     # What is in progress
 
@@ -186,6 +201,9 @@ class Session:
     def _read(self, plan: TurnPlan) -> Sequence[Any]:
         with pipeline(self.connection):
             looking = self.send(plan.reads, plan.looks)
+            server = self.connection.execute(SERVER) if self.pooled else None
+        if server is not None:
+            self.accept(Server(*server.fetchall()[0]))
         for read in plan.reads:
             assert read.cursor is not None
             read.rows = read.cursor.fetchall()

@@ -8,7 +8,7 @@ from psycopg import errors
 
 from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import Lease
-from relay.core.marker import Identity, Marker, StateLost, resume
+from relay.core.marker import RECOVER, Identity, Marker, StateLost, resume
 from relay.core.ports import NOTHING, LaneLocked
 from relay.database import unavailable_on_error
 from relay.polling.queries import Queries
@@ -121,7 +121,7 @@ class RowTakeover:
             if adopted is not None and adopted.commit_lsn is not None and adopted.commit_lsn > insert_lsn:
                 raise StateLost(
                     f"lane {lane}: Kafka holds events from farther on in the WAL than this server has written: it has "
-                    "lost commits (a restore, or a failover to a standby that was behind). See `outbox relay reconcile`"
+                    f"lost commits (a restore, or a failover to a standby that was behind): {RECOVER}"
                 )
             batch, commit_lsn = last_batch, None
             if adopted is not None and adopted.batch != last_batch:
@@ -172,6 +172,6 @@ class RowTakeover:
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "
                 f"only {gone}: it has lost commits (a restore, or a failover to a standby that was behind), "
-                "or events were deleted by hand. See `outbox relay reconcile`"
+                f"or events were deleted by hand: {RECOVER}"
             )
         self._failures.forget(self._connection, lane, ids)

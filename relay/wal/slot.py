@@ -20,13 +20,13 @@ from psycopg import sql
 from outbox.errors import ConfigurationError, SchemaError
 from relay.config import Settings
 from relay.core.lease import Lease
+from relay.core.marker import RECOVER
 from relay.core.ports import DatabaseUnavailable, StreamLost
 from relay.database import unavailable_on_error
 from relay.settle.statements import lease_values, names_of
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication, lsn_text
 
-RECONCILE: Final = "run `outbox relay reconcile --apply --reason '…'`"
 REPAIR: Final = (
     "run `outbox cdc setup --repair --reason '…'`: it makes a new slot, and the table is read once before it"
 )
@@ -249,7 +249,7 @@ class Slot:
                 f"this server is on timeline {now}, which left timeline {state.timeline} at {where}; events up to "
                 f"{lsn_text(furthest)} of that one are published, and this server does not have them (a failover to a "
                 "standby that was behind, or a restore). Look for the server that has; to go on without: "
-                + (REPAIR if left is None else RECONCILE)
+                + (REPAIR if left is None else RECOVER)
             )
         with unavailable_on_error("recording the timeline"):
             self._connection.execute(self._timeline, {"timeline": now, **self._bound})

@@ -303,7 +303,7 @@ def test_where_timelines_part(outbox_postgres):
     assert [lost(published=at) for at in (999, 1000)] == [False, True]
     # Where a record ends.
     assert [lost(flushed_lsn=at) for at in (1000, 1001)] == [False, True]
-    way_out = re.compile(r"left timeline 1 at 0/3E8; .*outbox relay reconcile --apply")
+    way_out = re.compile(r"left timeline 1 at 0/3E8; .*outbox recover --since TIME")
     assert (len(raised), all(map(way_out.search, raised))) == (3, True)
 
 

@@ -6,9 +6,11 @@ import os
 import shutil
 import signal
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, LiteralString, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import psycopg
@@ -92,9 +94,19 @@ class PgBouncer:
 
     def servers(self) -> int:
         """Return how many connections to Postgres it has for clients' use."""
-        with psycopg.connect(f"postgresql://pooler@127.0.0.1:{self.port}/pgbouncer", autocommit=True) as admin:
-            # Its console knows simple queries alone.
-            return len(psycopg.ClientCursor(admin).execute("SHOW SERVERS").fetchall())
+        return len(self._console("SHOW SERVERS").fetchall())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Disconnect from Postgres and let clients wait, as for a planned failover."""
+        self._console("PAUSE")
+        yield
+        self._console("RESUME")
+
+    def _console(self, command: LiteralString) -> psycopg.Cursor[Any]:
+        with psycopg.connect(f"postgresql://pooler@127.0.0.1:{self.port}/pgbouncer", autocommit=True) as console:
+            # It knows simple queries alone.
+            return psycopg.ClientCursor(console).execute(command)
 
     def _answers(self) -> bool:
         assert self._process.running, self.log.read_text()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
 from inbox_support import Log
+from pgbouncer import PgBouncer
 from proxy import TcpProxy
 from restored import NOW, Backup, snapshot
 from rows_and_roles import execute
@@ -104,7 +105,12 @@ def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery
 
 @pytest.mark.parametrize(
     ("delivery", "source", "marked"),
-    [("at-least-once", "polling", True), ("at-least-once", "wal", False), ("exactly-once", "wal", False)],
+    [
+        ("at-least-once", "polling", "direct"),
+        ("at-least-once", "polling", "pooled"),
+        ("at-least-once", "wal", ""),
+        ("exactly-once", "wal", ""),
+    ],
 )
 @of("Postgres was restored to an earlier point")
 def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
@@ -112,13 +118,18 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
 ):
     """As a snapshot of a disk does: the same timeline, whose positions are given out again; the slot is there.
 
-    marked   the relay knows that no id up to a mark can be committed any more, and these are given out again.
+    marked   the relay knows that no id up to a mark can be committed any more, and these are given out again; its
+             session may be a pooler's, which does not end with the server.
     """
     settings |= {"delivery": delivery, "source": source, "relay__lease_seconds": 60}
     primary, url = outbox_of(private_postgres, shop, settings)
-    with TcpProxy("127.0.0.1", primary.port) as proxy:
+    with TcpProxy("127.0.0.1", primary.port) as proxy, ExitStack() as opened:
         quick = {"program": (MUTANT, "quick_marks")} if marked else {}
-        relay = follow(f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox").start(**quick)
+        via = f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox"
+        if marked == "pooled":
+            pooler = opened.enter_context(PgBouncer(via, size=4))
+            via = pooler.url
+        relay = follow(via).start(**quick)
         settled = shop.write(url, 5)
         drained(url)
         proxy.stop()
@@ -134,6 +145,9 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
             high = "SELECT bool_and(low_water_mark >= %s - 12) FROM outbox.lanes"
             wait_until(lambda: ask(url, high, before), 60, "the marks to rise")
         written = ask(url, "SELECT pg_current_wal_insert_lsn()::text")
+        paused = opened.enter_context(ExitStack())
+        if marked == "pooled":
+            paused.enter_context(pooler.paused())
         proxy.stop()
         primary.stop(immediate=True)
         with copy as restored:
@@ -147,6 +161,7 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
             assert max(row_ids(url)) > before
             proxy.lead_to(restored.port)
             proxy.start()
+            paused.close()
             if delivery == "exactly-once":
                 await_stops(relay, 2)
                 assert shop.published() == dict.fromkeys(settled + lost, 1)

@@ -16,13 +16,15 @@ from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import Producer
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
 from hostile_messages import TOPIC
 from reconcile_support import Outbox, outbox
 from support import IMPATIENT, ends, wait_until
 
 from outbox.errors import OperationRefused
 from relay.config import Delivery, Settings
+from relay.core.marker import Marker
 from relay.operations.recover import Recovery
 
 __all__ = ["outbox"]
@@ -134,6 +136,57 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
     assert restored.run(state) == [(None, None, False, 2)]
     assert restored.recover("--resend", "--reason", "again")["missing"] == []
     assert restored.left() == 2
+
+
+def test_what_retention_has_deleted_is_not_put_back(restored):
+    """One topic was lost, the other one is as it was: its archived events, too, are no longer on Kafka."""
+    topic, other = restored.topics
+    deleted, gone, unknown, elsewhere = (new_id() for _ in range(4))
+    columns, values = ', lane, id, created_at, topic, partition, "offset"', ", 1, {}, now(), '{}', {}, {}"
+    restored.send(*(new_id() for _ in range(20)))
+    [partition] = {message.partition() for message in restored.kafka.consume(topic)}
+    restored.key = "another"
+    restored.put("published", deleted, columns, values.format(-9, topic, partition, 9))
+    restored.put("published", gone, columns, values.format(-8, topic, partition, 10))
+    restored.put("published", unknown, ", lane, id, created_at, topic", f", 1, -7, now(), '{topic}'")
+    restored.put("published", elsewhere, columns, values.format(-6, other, 0, 9))
+    admin = AdminClient({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    for answer in admin.delete_records([TopicPartition(topic, partition, 10)]).values():
+        answer.result()
+    found = restored.recover("--dry-run", status=1)
+    assert (ids(found["missing"]), found["expired"]) == ({gone, unknown, elsewhere}, 1)
+    refused = restored.command("recover", "--since", restored.since, "--topic", other, "--reason", "x")
+    assert (refused.returncode, "--topic limits --resend" in refused.stderr) == (2, True), refused.stderr
+    assert restored.recover("--resend", "--topic", other, "--reason", "deleted by mistake")["resent"] == 1
+    assert restored.run("SELECT event_id::text FROM outbox.events") == [(elsewhere,)]
+    assert [event_id for event_id, _ in resent(restored)] == [gone, unknown, elsewhere]
+
+
+@pytest.mark.parametrize("resend", [(), ("--resend",)])
+def test_a_neighbour_of_the_same_name_keeps_its_markers(restored, resend):
+    """This outbox was never published exactly-once, and the other one's database is on another server."""
+    markers = {lane: Marker(5, 1, "4711", 1) for lane in range(8)}
+    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
+    for lane, marker in markers.items():
+        producer.produce(restored.state.name, marker.encode(), b"marker", partition=lane)
+    assert producer.flush(60) == 0
+    again = new_id()
+    restored.put("events", again)
+    restored.send(again)
+    refused = restored.reconcile("--apply", "--reason", "x")
+    assert (refused.returncode, "Give each its own" in refused.stderr) == (1, True), refused.stderr
+    found = restored.recover(*resend, "--reason", "restored")
+    assert found["settled"] == {"1": [again]}
+    assert restored.state.last_markers(range(8)) == markers
+    assert {restored.lane(lane)["last_batch"] for lane in range(8)} == {None}
+    # Of an outbox that was, a marker of another server is its own: it was restored from a dump.
+    restored.run("UPDATE outbox.lanes SET last_batch = 4 WHERE lane = 7")
+    assert restored.reconcile().returncode == 1
+    assert len(restored.recover("--dry-run", status=1)["lanes"]) == 8
+    restored.recover("--reason", "restored")
+    assert {marker.system_identifier for marker in restored.state.last_markers(range(8)).values()} == {
+        restored.identity()
+    }
 
 
 def resent(restored: Restored) -> list[tuple]:
