@@ -9,6 +9,8 @@ and the offsets of each source. And a batch must follow the exact plan that the 
 | lost: another query, batch 0                | CheckpointConflict: it might begin before what is applied, or behind   |
 | an older copy: this batch's number or lower | CheckpointConflict, unless rows have ids, and the sink had the batch   |
 |                                             | before it: then repeats are recognized                                 |
+| another run of the query is ahead           | with ids nothing is applied, as the sink had this batch; without them  |
+|                                             | CheckpointConflict                                                     |
 | a copy that was continued elsewhere         | CheckpointConflict: another plan precedes this batch                   |
 | newer than the sink, which was restored     | CheckpointConflict: the batches between are missing                    |
 | of a query that did not use this before     | CheckpointConflict: its batches may or may not be in the sink          |
@@ -49,11 +51,19 @@ class Stored:
     def content(self) -> str:
         return self.contents.partition(" ")[0]
 
+    def has(self, batch: Batch) -> bool:
+        """Return whether this batch is the last one or one of those before it."""
+        return self._contents(batch.query_id, batch.batch_id)[:1] == [batch.content]
+
     def before(self, batch: Batch) -> list[str]:
         """Return the contents of the batches before this one, the last one first; none unless it follows that one."""
-        ago = self.batch_id - batch.batch_id + 1
-        contents = self.contents.split()[ago:] if ago >= 0 and self.query_id == batch.query_id else []
+        contents = self._contents(batch.query_id, batch.batch_id - 1)
         return contents if contents[:1] == [batch.before] else []
+
+    def _contents(self, query_id: str, batch_id: int) -> list[str]:
+        """Return the contents from the batch with this number back; none if that is another query's or not known."""
+        ago = self.batch_id - batch_id
+        return self.contents.split()[ago:] if ago >= 0 and self.query_id == query_id else []
 
     @property
     def state(self) -> str:
@@ -96,10 +106,9 @@ def decide(
 
     ids  the rows have ids, by which repeats are recognized.
     """
-    if stored is not None:
-        last = (stored.query_id, stored.batch_id, stored.content)
-        if last == (batch.query_id, batch.batch_id, batch.content):
-            return "applied"
+    # Without ids, the rows of an older one may have been removed from the sink, to be applied again.
+    if stored is not None and stored.has(batch) and (ids or batch.batch_id == stored.batch_id):
+        return "applied"
     problem = _problem(group, stored, batch, ids=ids, from_beginning=from_beginning)
     if problem is None:
         return "apply"
