@@ -6,7 +6,8 @@ and the offsets of each source. And a batch must follow the exact plan that the 
 
 | the checkpoint                              | what follows                                                           |
 |---------------------------------------------|------------------------------------------------------------------------|
-| lost: another query, batch 0                | CheckpointConflict: it might begin before what is applied, or behind   |
+| lost or emptied: another batch 0            | CheckpointConflict: it might begin before what is applied, or behind;  |
+|                                             | unless rows have ids, and the source is declared from_beginning        |
 | an older copy: this batch's number or lower | CheckpointConflict, unless rows have ids, and the sink had the batch   |
 |                                             | before it: then repeats are recognized                                 |
 | another run of the query is ahead           | with ids nothing is applied, as the sink had this batch; without them  |
@@ -132,10 +133,11 @@ def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from
             "those before it are in the sink"
         )
         return problem if number > 0 else None
-    if stored.query_id != batch.query_id:
+    if number == 0 or stored.query_id != batch.query_id:
         problem = (
             f"the sink has batch {stored.batch_id} of query {stored.query_id}, and this is batch {number} of query "
-            f"{batch.query_id}, so the checkpoint is a new one: it may begin before what is applied, or behind it"
+            f"{batch.query_id}, so the checkpoint is a new one or was emptied: it may begin before what is applied, or "
+            "behind it"
         )
         return None if ids and from_beginning and number == 0 else problem
     if number <= stored.batch_id:
@@ -143,7 +145,7 @@ def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from
             f"the sink has batch {stored.batch_id}, and this is another batch with the number {number}: the "
             "checkpoint is an older copy, and some rows of this batch may be applied already"
         )
-        if ids and number > 0 and not stored.before(batch):
+        if ids and not stored.before(batch):
             return (
                 f"the sink has batch {stored.batch_id}, and nothing shows that it had the one that precedes this batch "
                 f"{number}: the checkpoint is a copy that was continued elsewhere, or of more than {KEPT} batches ago"

@@ -81,6 +81,21 @@ def test_an_overlapping_start_on_one_checkpoint_sets_nothing_back(stream, tmp_pa
     assert stream.seen() == list(range(15))
 
 
+def test_with_ids_an_emptied_checkpoint_may_begin_behind_what_came_meanwhile(stream):
+    """It has the query's id, and of a source like Kafka's the start is the end of the topic by default."""
+    stream.add()
+    stream.run(rows=with_ids(stream.rows()))
+    for folder in ("offsets", "commits", "sources"):
+        shutil.rmtree(stream.checkpoint / folder)
+    stream.add()
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*was emptied"):
+        stream.run(rows=with_ids(stream.rows()))
+    assert stream.seen() == [0, 1, 2]
+    # The plan of the batch that was refused stays the same.
+    stream.run(stream.function(from_beginning=True), with_ids(stream.rows()))
+    assert stream.seen() == list(range(6))
+
+
 def test_an_id_twice_in_a_batch_counts_once(stream):
     """With a function: test_outbox_sink.py."""
     stream.add(4)
