@@ -110,3 +110,10 @@ def clean_seconds(options: Mapping[str, Any]) -> float:
     # Its defaults.
     backoff_ms = min(int(options.get("retry.backoff.ms", 100)), int(options.get("retry.backoff.max.ms", 1000)))
     return backoff_ms / 1000 * _CLEAN_PART
+
+
+CLEAN_OFFSETS_SECONDS: Final = 0.45
+"""How long send_offsets_to_transaction may take if librdkafka has surely sent the positions once.
+
+It waits 500 ms before it sends them again, whatever its options are.
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Final, Self
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from outbox._clients.callbacks import raising
-from outbox._clients.kafka_rules import clean_seconds, is_refusal
+from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds, is_refusal
 from outbox._clients.threads import within
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
@@ -236,11 +237,9 @@ class Session:
                 # The transaction's own error says more, and shows only in its next step. It is not committed.
                 self._until_known(lambda: self._send_positions(list(positions.values())))
                 raise
-            self._until_known(lambda: self._send_positions(list(positions.values())))
+            once = self._until_known(lambda: self._send_positions(list(positions.values())), CLEAN_OFFSETS_SECONDS)
             self._await_refusals()
-            ending = time.monotonic()
-            once = self._until_known(lambda: self._producer.commit_transaction(_SECONDS))
-            clean = once and time.monotonic() - ending < self._clean_seconds
+            clean = self._until_known(lambda: self._producer.commit_transaction(_SECONDS), self._clean_seconds) and once
         except KafkaException as error:
             self._give_up(messages, error, time.monotonic() - began)
         except BaseException:
@@ -343,9 +342,9 @@ class Session:
     def _replace_producer(self) -> None:
         """Go on with a new producer, whose epoch fences the former.
 
-        Where records were refused, librdkafka misses them in the next transaction. And where the request that ends a
-        transaction may have been sent twice, the second one can end a part of the next: see
-        relay/kafka/transactional.py.
+        Where records were refused, librdkafka misses them in the next transaction. And where a request may have been
+        sent twice, the one that arrives late can take part in the next transaction under the same epoch: EndTxn ends a
+        part of it (see relay/kafka/transactional.py), and TxnOffsetCommit sets positions back with it.
         """
         self._purge()
         apart = {} if self._apart_until is None else {"batch.num.messages": 1}
@@ -465,13 +464,13 @@ class Session:
             text = f"send_offsets_to_transaction has not returned in {self._plan.transaction_seconds:g} s"
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text)) from None  # noqa: SLF001
 
-    def _until_known(self, step: Callable[[], object]) -> bool:
+    def _until_known(self, step: Callable[[], object], seconds: float = math.inf) -> bool:
         """Take a step of the transaction. A time-out says nothing of its outcome: it is taken again until that is
         known, or until ``stop``; then the coordinator decides, and the next member reads what it has decided.
 
-        Returns whether it was taken once.
+        Returns whether it was taken once, in less than ``seconds``: then its request was sent once.
         """
-        once = True
+        once, began = True, time.monotonic()
         while True:
             try:
                 step()
@@ -481,7 +480,7 @@ class Session:
                 _logger.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
                 once = False
             else:
-                return once
+                return once and time.monotonic() - began < seconds
 
     def _abort(self) -> None:
         try:

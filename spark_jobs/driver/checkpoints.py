@@ -6,9 +6,12 @@ and the offsets of each source. And a batch must follow the exact plan that the 
 
 | the checkpoint                              | what follows                                                           |
 |---------------------------------------------|------------------------------------------------------------------------|
-| lost: another query, batch 0                | CheckpointConflict: it might begin before what is applied, or behind   |
+| lost or emptied: another batch 0            | CheckpointConflict: it might begin before what is applied, or behind;  |
+|                                             | unless rows have ids, and the source is declared from_beginning        |
 | an older copy: this batch's number or lower | CheckpointConflict, unless rows have ids, and the sink had the batch   |
 |                                             | before it: then repeats are recognized                                 |
+| another run of the query is ahead           | with ids nothing is applied, as the sink had this batch; without them  |
+|                                             | CheckpointConflict                                                     |
 | a copy that was continued elsewhere         | CheckpointConflict: another plan precedes this batch                   |
 | newer than the sink, which was restored     | CheckpointConflict: the batches between are missing                    |
 | of a query that did not use this before     | CheckpointConflict: its batches may or may not be in the sink          |
@@ -49,11 +52,19 @@ class Stored:
     def content(self) -> str:
         return self.contents.partition(" ")[0]
 
+    def has(self, batch: Batch) -> bool:
+        """Return whether this batch is the last one or one of those before it."""
+        return self._contents(batch.query_id, batch.batch_id)[:1] == [batch.content]
+
     def before(self, batch: Batch) -> list[str]:
         """Return the contents of the batches before this one, the last one first; none unless it follows that one."""
-        ago = self.batch_id - batch.batch_id + 1
-        contents = self.contents.split()[ago:] if ago >= 0 and self.query_id == batch.query_id else []
+        contents = self._contents(batch.query_id, batch.batch_id - 1)
         return contents if contents[:1] == [batch.before] else []
+
+    def _contents(self, query_id: str, batch_id: int) -> list[str]:
+        """Return the contents from the batch with this number back; none if that is another query's or not known."""
+        ago = self.batch_id - batch_id
+        return self.contents.split()[ago:] if ago >= 0 and self.query_id == query_id else []
 
     @property
     def state(self) -> str:
@@ -96,10 +107,9 @@ def decide(
 
     ids  the rows have ids, by which repeats are recognized.
     """
-    if stored is not None:
-        last = (stored.query_id, stored.batch_id, stored.content)
-        if last == (batch.query_id, batch.batch_id, batch.content):
-            return "applied"
+    # Without ids, the rows of an older one may have been removed from the sink, to be applied again.
+    if stored is not None and stored.has(batch) and (ids or batch.batch_id == stored.batch_id):
+        return "applied"
     problem = _problem(group, stored, batch, ids=ids, from_beginning=from_beginning)
     if problem is None:
         return "apply"
@@ -123,10 +133,11 @@ def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from
             "those before it are in the sink"
         )
         return problem if number > 0 else None
-    if stored.query_id != batch.query_id:
+    if number == 0 or stored.query_id != batch.query_id:
         problem = (
             f"the sink has batch {stored.batch_id} of query {stored.query_id}, and this is batch {number} of query "
-            f"{batch.query_id}, so the checkpoint is a new one: it may begin before what is applied, or behind it"
+            f"{batch.query_id}, so the checkpoint is a new one or was emptied: it may begin before what is applied, or "
+            "behind it"
         )
         return None if ids and from_beginning and number == 0 else problem
     if number <= stored.batch_id:
@@ -134,7 +145,7 @@ def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from
             f"the sink has batch {stored.batch_id}, and this is another batch with the number {number}: the "
             "checkpoint is an older copy, and some rows of this batch may be applied already"
         )
-        if ids and number > 0 and not stored.before(batch):
+        if ids and not stored.before(batch):
             return (
                 f"the sink has batch {stored.batch_id}, and nothing shows that it had the one that precedes this batch "
                 f"{number}: the checkpoint is a copy that was continued elsewhere, or of more than {KEPT} batches ago"

@@ -172,9 +172,7 @@ class OutboxWriter(DataSourceStreamArrowWriter):
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: ARG002, N803  Spark's
         """Drop what was staged. The batch itself may have been applied: the error may have come after COMMIT."""
-        group = _group(tuple(self.options.items()), "")
-        for table in {one.table for one in _staged(messages)}:
-            staging.drop(group.store, sql.Identifier(self.plan.schema, table))
+        self._drop(_group(tuple(self.options.items()), ""), _staged(messages))
 
     def _commit(self, staged: list[Staged], batch_id: int) -> None:
         _, _, checkpoint = _requested(self.options)
@@ -182,10 +180,12 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         _require_query(batch, staged, checkpoint)
         group = _group(tuple(self.options.items()), f"query {batch.query_id}, run {batch.run_id}")
         lost: list[StagedRowsLost] = []
+        applied = False
 
         def attempt() -> None:
+            nonlocal applied
             try:
-                _apply(group, batch, self.plan, staged)
+                applied = _apply(group, batch, self.plan, staged)
             except StagedRowsLost as error:
                 # Another attempt here would not find them either: Spark has to run the tasks again.
                 lost.append(error)
@@ -193,8 +193,16 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         group.until_servers_answer(batch, attempt)
         if lost:
             raise lost[0]
-        # Those of attempts that died, too: no other task of the group can be waited for now.
-        staging.drop_shared(group.store)
+        if applied:
+            # Those of attempts that died, too: no other task of the group can be waited for now.
+            staging.drop_shared(group.store)
+        else:
+            # Not all of the group: another run of the query may be ahead, and its tasks are writing.
+            self._drop(group, staged)
+
+    def _drop(self, group: StreamGroup, staged: list[Staged]) -> None:
+        for table in {one.table for one in staged}:
+            staging.drop(group.store, sql.Identifier(self.plan.schema, table))
 
     def _create_table(self, session: str) -> None:
         def create() -> None:
@@ -217,9 +225,10 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         return pa.RecordBatch.from_arrays(columns, names=self.form.names)
 
 
-def _apply(group: StreamGroup, batch: Batch, plan: staging.StagePlan, staged: list[Staged]) -> None:
+def _apply(group: StreamGroup, batch: Batch, plan: staging.StagePlan, staged: list[Staged]) -> bool:
+    """Apply a batch. Returns False if the sink has it."""
     if group.decide(group.stored(), batch, plan.columns) == "applied":
-        return
+        return False
     if broken := [one.broken for one in staged if one.broken]:
         raise EffectFailed(f"batch {batch.batch_id}: {broken[0]}")
     there = [one for one in staged if one.rows]
@@ -233,7 +242,7 @@ def _apply(group: StreamGroup, batch: Batch, plan: staging.StagePlan, staged: li
     group.maintain_days()
     effect = group.effect(plan.columns)
     with failing(batch):
-        group.commit(batch, generation, plan.columns, effect, rows)
+        return group.commit(batch, generation, plan.columns, effect, rows)
 
 
 def _generation(group: StreamGroup) -> int:

@@ -147,8 +147,8 @@ class StreamGroup:
 
     def commit(
         self, batch: Batch, generation: int, columns: Mapping[str, str], effect: str | PythonEffect, staged: StagedRows
-    ) -> None:
-        """Apply what is staged and move to the batch, in one transaction."""
+    ) -> bool:
+        """Apply what is staged and move to the batch, in one transaction. Returns False if the sink has the batch."""
         ids = "message_id" in columns
         with transaction(self.options.url, lock_monitor.names(self.job.group)[0], NO_INPUT) as cursor:
             # The row lock prevents a take-over until COMMIT.
@@ -157,7 +157,7 @@ class StreamGroup:
             decision = self.decide(stored, batch, columns)
             if decision == "applied":
                 cursor.connection.rollback()
-                return
+                return False
             if decision == "accepted":
                 self._run(
                     cursor, _ACCEPTED, state=self.options.accept, query_id=batch.query_id, batch_id=batch.batch_id
@@ -173,6 +173,7 @@ class StreamGroup:
             self._run(cursor, _COUNT, applied=fresh, duplicates=staged.rows - fresh)
             if fresh:
                 applying.apply()
+        return True
 
     def until_servers_answer(self, batch: Batch, attempt: Callable[[], None]) -> None:
         """Repeat an attempt at a batch while servers are away, and report what blocks it.

@@ -87,6 +87,14 @@ MUTANTS: Final = (
         ("tests/integration/outbox/transform/test_ends.py",),
     ),
     Mutant(
+        "positions_of_two_transactions",
+        "no double: a late TxnOffsetCommit sets back what later transactions have moved",
+        "outbox/transform/_session.py",
+        "list(positions.values())), CLEAN_OFFSETS_SECONDS)",
+        "list(positions.values())))",
+        ("tests/integration/outbox/transform/test_ends.py",),
+    ),
+    Mutant(
         "first_messages_of_no_transaction",
         "NoLoss: librdkafka takes one acknowledgement for two",
         "relay/kafka/transactional.py",

@@ -17,7 +17,7 @@ from outbox.consumer.errors import JobError
 from outbox.errors import ConfigurationError
 from spark_jobs import OutboxSinkSource
 from spark_jobs.postgres.group_store import PostgresGroupStore
-from spark_jobs.postgres.staging import StagingTables
+from spark_jobs.postgres.staging import SHARED, StagePlan, StagingTables, create_shared, new_name
 
 __all__ = ["stream"]
 
@@ -154,6 +154,40 @@ def test_rows_with_ids_are_known_when_a_checkpoint_is_lost(stream: SinkStream):
     # A function is given what is left of them, too.
     assert stream.seen() == list(range(7))
     assert stream.checkpoints() == [("numbers", 1, 7, 3 + 7)]
+
+
+def test_an_overlapping_start_on_one_checkpoint_sets_nothing_back(stream: SinkStream, tmp_path: Any):
+    """Another Spark has read a batch before it was committed, and applies it after two later ones."""
+
+    def run() -> None:
+        stream.run(with_ids(stream.rows()))
+
+    def ended() -> None:
+        stream.trouble("commit fails after")
+        with pytest.raises(StreamingQueryException, match="Planned"):
+            run()
+
+    mine, other = stream.checkpoint, tmp_path / "other"
+    stream.add()
+    ended()
+    shutil.copytree(mine, other)
+    for _ in range(2):
+        stream.add()
+    run()
+    assert stream.checkpoints() == [("numbers", 2, 9, 0)]
+    # The tasks of the query that is ahead are filling it.
+    table = new_name("numbers", SHARED)
+    with psycopg.connect(stream.url) as connection:
+        create_shared(connection, StagePlan(stream.url, "consumer", table, "numbers", {"n": "bigint"}))
+    stream.checkpoint = other
+    ended()
+    assert stream.checkpoints() == [("numbers", 2, 9, 0)]
+    assert stream.left() == [(table,)]
+    stream.checkpoint = mine
+    stream.add()
+    run()
+    assert stream.seen() == list(range(12))
+    assert stream.left() == []
 
 
 def test_a_row_that_the_sink_refuses_ends_the_query_before_its_batch(stream: SinkStream):

@@ -51,6 +51,51 @@ def test_rows_with_ids_are_known_when_checkpoints_are_lost_or_old(stream, tmp_pa
     assert stream.seen() == list(range(15))
 
 
+def test_an_overlapping_start_on_one_checkpoint_sets_nothing_back(stream, tmp_path):
+    """Another Spark has read a batch before it was committed, and applies it after two later ones."""
+    mine, other = stream.checkpoint, tmp_path / "other"
+    function = stream.function()
+
+    def read_by_another(rows: Any, batch_id: int) -> None:
+        if batch_id == 1:
+            shutil.copytree(mine, other)
+        function(rows, batch_id)
+
+    def committed_meanwhile(rows: Any, batch_id: int) -> None:
+        stream.function()(rows, batch_id)
+        shutil.copy(mine / "commits" / str(batch_id), other / "commits")
+
+    for _ in range(4):
+        stream.add()
+    stream.run(read_by_another, with_ids(stream.rows()))
+    state = "SELECT batch_id, content, applied, duplicates FROM consumer.checkpoints"
+    ahead = stream.sink(state)
+    stream.checkpoint = other
+    with pytest.raises(StreamingQueryException, match="Multiple streaming jobs detected for 1"):
+        stream.run(committed_meanwhile, with_ids(stream.rows()))
+    assert (ahead[0][0], stream.sink(state)) == (3, ahead)
+    # It was not fenced.
+    stream.checkpoint = mine
+    stream.add()
+    stream.run(function, with_ids(stream.rows()))
+    assert stream.seen() == list(range(15))
+
+
+def test_with_ids_an_emptied_checkpoint_may_begin_behind_what_came_meanwhile(stream):
+    """It has the query's id, and of a source like Kafka's the start is the end of the topic by default."""
+    stream.add()
+    stream.run(rows=with_ids(stream.rows()))
+    for folder in ("offsets", "commits", "sources"):
+        shutil.rmtree(stream.checkpoint / folder)
+    stream.add()
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*was emptied"):
+        stream.run(rows=with_ids(stream.rows()))
+    assert stream.seen() == [0, 1, 2]
+    # The plan of the batch that was refused stays the same.
+    stream.run(stream.function(from_beginning=True), with_ids(stream.rows()))
+    assert stream.seen() == list(range(6))
+
+
 def test_an_id_twice_in_a_batch_counts_once(stream):
     """With a function: test_outbox_sink.py."""
     stream.add(4)

@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import TopicPartition
-from kafka_proxy import END_TXN, delay_request
+from kafka_proxy import END_TXN, TXN_OFFSET_COMMIT, delay_request
 from support import wait_until
 from transform_support import Place, copied, place, running
 
@@ -84,9 +84,17 @@ def producers(monkeypatch) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(0.0, 4), (3600.0, 1)])
-def test_a_producer_is_used_again_only_after_a_commit_that_was_sent_once(place, producers, monkeypatch, seconds, most):
-    monkeypatch.setattr(_session, "clean_seconds", lambda _options: seconds)
+def within(monkeypatch, positions: float, commit: float) -> None:
+    """Set how long a request may take that was sent once."""
+    monkeypatch.setattr(_session, "CLEAN_OFFSETS_SECONDS", positions)
+    monkeypatch.setattr(_session, "clean_seconds", lambda _options: commit)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [((3600.0, 0.0), 4), ((0.0, 3600.0), 4), ((3600.0, 3600.0), 1)])
+def test_a_producer_is_used_again_only_after_positions_and_a_commit_that_were_sent_once(
+    place, producers, monkeypatch, seconds, most
+):
+    within(monkeypatch, *seconds)
     place.feed(range(3), partition=0)
     member = place.member(copied(place), batch=1)
     with running(member):
@@ -96,12 +104,12 @@ def test_a_producer_is_used_again_only_after_a_commit_that_was_sent_once(place, 
 
 
 def test_nor_after_one_that_was_asked_for_again_or_an_abort(place, producers, monkeypatch):
-    monkeypatch.setattr(_session, "clean_seconds", lambda _options: 3600.0)
+    within(monkeypatch, 3600.0, 3600.0)
     until_known, send = Session._until_known, Session._send_positions
     steps: list[str] = []
 
-    def twice(session: Session, step: Any) -> bool:
-        return until_known(session, step) and len(steps) != 1
+    def twice(session: Session, *step: Any) -> bool:
+        return until_known(session, *step) and len(steps) != 1
 
     def fails_once(session: Session, positions: list[TopicPartition]) -> None:
         steps.append("")
@@ -140,3 +148,31 @@ def test_a_commit_that_arrives_late_ends_no_part_of_the_next_transaction(mortal_
         assert len(released) == 1
         place.kafka.await_transactions([place.target])
         assert [json.loads(message.value())["n"] for message in topics.consume(place.target)] == list(range(20))
+
+
+def test_positions_that_arrive_late_set_back_none_that_the_next_transactions_have_moved(mortal_network, monkeypatch):
+    """The first request was lost with its connection, and librdkafka has sent it again."""
+    cluster, proxy = mortal_network
+    with Topics(cluster.bootstrap_servers) as topics, closing(Place(topics, 2)) as place:
+        send = Session._send_positions
+        quiet = threading.Event()
+        released: list[Any] = []
+
+        def then_released(session: Session, positions: list[TopicPartition]) -> None:
+            send(session, positions)
+            if quiet.is_set() and not released:
+                # By now the group takes part in this transaction.
+                released.extend(proxy.release())
+
+        monkeypatch.setattr(Session, "_send_positions", then_released)
+        proxy.on(TXN_OFFSET_COMMIT, delay_request())
+        place.options["bootstrap.servers"] = proxy.address
+        member = place.member(copied(place), batch=10, batch_seconds=30.0)
+        with running(member):
+            for there, partition in ((10, 0), (20, 0), (30, 1)):
+                if partition:
+                    quiet.set()
+                place.feed(range(there - 10, there), partition=partition)
+                wait_until(lambda there=there: member.committed == there, 60, f"{there} messages to be committed")
+        assert len(released) == 1
+        assert [each.offset for each in place.positions()] == [20, 10]
