@@ -29,7 +29,7 @@ from outbox._clients.clock import DatabaseClock
 from outbox._clients.durable import SYNCHRONOUS
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
-from outbox.consumer.model import ClaimedOffset, Loss, Partition
+from outbox.consumer.model import ClaimedOffset, Loss, Partition, StoredOffset
 from outbox.consumer.statements import columns, cursor, execute, statement
 
 # Waits for claims by others, and keeps them in one order.
@@ -38,6 +38,10 @@ INSERT INTO {groups} AS g (grp, owner, strategy, atomic) VALUES (%(grp)s, %(owne
 ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = pg_catalog.now(),
                                 strategy = excluded.strategy, atomic = excluded.atomic
 RETURNING generation"""
+STORED: Final = """
+SELECT topic, part, topic_id, next_offset, leader_epoch, epoch_offset
+  FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"""
+"""SQL: the fields of a StoredOffset, behind the partition."""
 _KNOWN: Final = "SELECT DISTINCT topic FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
 _ADD: Final = """
 INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
@@ -148,6 +152,11 @@ class GroupStore:
         self._owner = owner
         self._idle = None if idle_seconds is None else f"{int(idle_seconds * 1000)}ms"
 
+    def stored(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[Partition, StoredOffset]:
+        """Return the positions of the partitions that the group has of these topics."""
+        rows = self._run(connection, STORED, topics=list(topics))
+        return {(topic, part): StoredOffset(*rest) for topic, part, *rest in rows}
+
     def claim(
         self,
         connection: psycopg.Connection[Any],
@@ -157,8 +166,8 @@ class GroupStore:
     ) -> dict[Partition, ClaimedOffset]:
         """Claim partitions, and return their positions. Earlier claims of these can't commit any more.
 
-        starts  of all partitions of the topics: the topic's id, and where a group begins that is new to the topic. A
-                partition that was added to a known topic begins at 0.
+        starts  of all partitions of the topics, except for others that the group has: the topic's id, and where a group
+                begins that is new to the topic. A partition that was added to a known topic begins at 0.
         """
         generation = self._next_generation(connection, strategy, None)
         topics = sorted({topic for topic, _ in starts})

@@ -32,6 +32,8 @@ has stored for the group.
 | a position that Kafka no longer has         | PositionLost: recorded in ``losses``, nothing is skipped             |
 | a log that was cut before it and grew again | the same, by the leader epoch that is stored with the position       |
 | topic created again                         | TopicReplaced, at a claim and while it runs                          |
+| a partition that the group has has no leader| the others are claimed, and that one when it has: then it is known   |
+|                                             | whether its log is whole                                             |
 | a message always ends its session or        | after a few interruptions in a row each counts as an attempt of the  |
 |   transaction, as by transaction_timeout    | message: see below                                                   |
 | the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
@@ -62,7 +64,7 @@ from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.delays import TopicDelays
 from outbox.consumer.messages import checked
-from outbox.consumer.model import ClaimedOffset, Partition
+from outbox.consumer.model import ClaimedOffset, Partition, StoredOffset
 from outbox.consumer.stalled import Watch
 from outbox.inbox import _kafka
 from outbox.inbox._applier import AWAY, Applier, Handler, Settings
@@ -99,6 +101,7 @@ class Member:
         self._group = settings.group
         self._stopping = stopping
         self._parts: dict[Partition, Assigned] = {}
+        self._stored: dict[Partition, StoredOffset] = {}
         self._generation: int | None = None
         self._upkeep_at = 0.0
         self._topics_at = time.monotonic() + _TOPIC_SECONDS
@@ -216,11 +219,11 @@ class Member:
     def _assigned(self, kafka: Any, assigned: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         partitions = [(one.topic, one.partition) for one in assigned]
-        claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] = {}
+        claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] | None = None
         for partition in partitions:
             self._watch.waits(partition, None)
         attempt = 0
-        while partitions and not claimed and not self._stopping.is_set():
+        while partitions and claimed is None and not self._stopping.is_set():
             try:
                 claimed = self._claim(partitions)
             except (psycopg.Error, KafkaFailed) as error:
@@ -229,12 +232,19 @@ class Member:
                     raise
                 self._applier.interrupted(error, "claiming partitions", partitions)
                 self._stopping.wait(jittered(doubled(attempt - 1, *AWAY)))
-        for partition, (position, keys) in claimed.items():
-            self._parts[partition] = Assigned(partition, position, keys, position.next_offset)
-        found = [TopicPartition(*partition, position.next_offset) for partition, (position, _) in claimed.items()]
+        parts = [] if claimed is None else [self._assign(partition, claimed.get(partition)) for partition in partitions]
+        found = [TopicPartition(*part.partition, part.fetched) for part in parts]
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
         kafka.resume(found)
+
+    def _assign(self, partition: Partition, claimed: tuple[ClaimedOffset, set[bytes]] | None) -> Assigned:
+        position, keys = claimed or (None, set())
+        part = Assigned(partition, position, keys, (position or self._stored[partition]).next_offset)
+        if position is None:
+            self._applier.postpone(part, _leaderless(part), f"claiming {part.name}")
+        self._parts[partition] = part
+        return part
 
     def _revoked(self, kafka: Any, revoked: Sequence[TopicPartition]) -> None:  # noqa: ARG002
         """Forget what was fetched of partitions that are another member's from now on."""
@@ -243,14 +253,24 @@ class Member:
         self._watch.moved([(one.topic, one.partition) for one in revoked])
 
     def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
+        """Claim partitions, and return their positions and the keys of their dead letters.
+
+        Without those that have no leader; all partitions of a topic that is new to the group must have one.
+        """
         topics = {topic for topic, _ in partitions}
-        ids, bounds = self._admin.look(topics)
+        with self._session.transaction() as connection:
+            stored = self._group.stored(connection, topics)
+        self._stored |= stored
+        ids, bounds = self._admin.look(topics, stored)
         starts = {
             (topic, part): (ids[topic], at.end if self._settings.at_end else at.first)
             for (topic, part), at in bounds.items()
         }
-        if missing := [partition for partition in partitions if partition not in starts]:
+        if missing := [partition for partition in partitions if partition not in starts.keys() | stored.keys()]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
+        partitions = [partition for partition in partitions if partition in starts]
+        if not partitions:
+            return {}
         with self._session.transaction() as connection:
             positions = self._group.claim(connection, partitions, starts, self._settings.strategy)
             if self._settings.at_most_once:
@@ -264,7 +284,7 @@ class Member:
 
     def _check_positions(self, positions: Mapping[Partition, ClaimedOffset]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
-        losses = self._admin.find_losses(positions)
+        losses = self._admin.find_losses(positions, self._stored.keys() - positions.keys())
         if losses:
             with self._session.transaction() as connection:
                 self._group.record_losses(connection, losses)
@@ -292,7 +312,10 @@ class Member:
     def _claim_again(self, part: Assigned) -> None:
         """Claim a partition whose claim is lost, or in doubt, although Kafka still assigns it to this member."""
         try:
-            [(position, keys)] = self._claim([part.partition]).values()
+            claimed = self._claim([part.partition])
+            if not claimed:
+                raise _leaderless(part)
+            position, keys = claimed[part.partition]
             self._seek(part, position.next_offset)
         except (psycopg.Error, KafkaFailed, KafkaException) as error:
             self._applier.postpone(part, error, f"claiming {part.name} again")
@@ -368,3 +391,7 @@ class Member:
         elif not self._described and self._parts and time.monotonic() >= self._topics_at:
             self._described = self._admin.describe({topic for topic, _ in self._parts})
             self._topics_at = time.monotonic() + _TOPIC_SECONDS
+
+
+def _leaderless(part: Assigned) -> KafkaFailed:
+    return KafkaFailed(f"Kafka names no leader of {part.name}")

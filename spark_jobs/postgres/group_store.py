@@ -18,7 +18,7 @@ from psycopg import sql
 
 from outbox.consumer import connections
 from outbox.consumer.errors import JobError
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import STORED, GroupStore
 from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, RETRIED, DeadLetterStore, RetryRecord
 from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
@@ -29,9 +29,6 @@ from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
-_STORED: Final = """
-SELECT topic, part, topic_id, next_offset, leader_epoch, epoch_offset
-  FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"""
 # A group that has lost a topic is not new, even if its offsets were forgotten. Of what retention removed before the
 # group read anything it has a loss too, and may still begin elsewhere.
 _NEW: Final = """
@@ -181,7 +178,7 @@ class PostgresGroupStore:
             connection.execute(statements.encode())
 
     def stored(self, topics: Iterable[str]) -> dict[Partition, StoredOffset]:
-        rows = self._read(_STORED, topics=list(topics))
+        rows = self._read(STORED, topics=list(topics))
         return {(topic, part): StoredOffset(*rest) for topic, part, *rest in rows}
 
     def is_new(self) -> bool:

@@ -36,7 +36,7 @@ def test_one_error_for_all_losses():
     ],
 )
 def test_what_kafka_refuses_is_the_inboxs_error(monkeypatch, error, text):
-    def look(*_: object) -> None:
+    def look(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(KafkaAdmin, "look", look)
