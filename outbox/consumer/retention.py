@@ -7,6 +7,9 @@
 | of another day (the default partition)           | by group and day, under the same two conditions               |
 | of ids without a time (counted as 1970-01-01)    | never                                                         |
 
+keep_days count back from today, or from the newest day that has ids, whichever is earlier: else all ids would be
+forgotten while the database's clock is ahead, and of what comes again later, some would be new, and some too old.
+
 The transaction that forgets ids also raises ``forgotten_before`` of the groups that had such rows, and of no others: a
 group that reads an old topic for the first time has forgotten nothing. A task reads it after inserting its ids, so a
 message whose id may have been forgotten becomes a dead letter instead of being applied twice.
@@ -59,6 +62,15 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::date,
          WHERE i.inhparent = {parent}::regclass) AS parts
  WHERE bounds <> 'DEFAULT' ORDER BY 2, 1"""
 _TODAY: Final = "SELECT (now() AT TIME ZONE 'UTC')::date"
+# Without ids of days to come: the clock of their writer is ahead.
+_ANY_OF: Final = """
+SELECT day FROM {processed_messages}
+ WHERE day >= %(low)s AND day < %(high)s AND day <= (seen_at AT TIME ZONE 'UTC')::date LIMIT 1"""
+_NEWEST_STRAY: Final = """
+SELECT max(d.day) FROM {groups} AS g CROSS JOIN LATERAL (
+       SELECT p.day FROM {processed_messages_default} AS p
+        WHERE p.grp = g.grp AND p.day > %(no_time)s AND p.day <= (p.seen_at AT TIME ZONE 'UTC')::date
+        ORDER BY p.day DESC LIMIT 1) AS d"""
 # Not ATTACH, which would not block a task that has already chosen the default partition for its row.
 _CREATE: Final = "CREATE TABLE {partition} PARTITION OF {processed_messages} FOR VALUES FROM ({low}) TO ({high})"
 
@@ -161,8 +173,11 @@ class IdRetention:
         Does nothing while another driver is doing it. A partition that another session has locked stays;
         the others go.
         """
-        with self._transaction() as connection:
-            horizon, old = self._old(connection)
+        try:
+            with self._transaction() as connection:
+                horizon, old = self._old(connection)
+        except _FAILURES as error:
+            return RetentionResult(**_why([error]))
         dropped: list[str] = []
         failures: list[psycopg.Error] = []
         deleted = 0
@@ -231,12 +246,25 @@ class IdRetention:
 
     def _old(self, connection: psycopg.Connection[Any]) -> tuple[dt.date, list[tuple[str, dt.date]]]:
         """Return the first day that is kept, and the partitions before it with the days on which they end."""
-        horizon = self._today(connection) - dt.timedelta(days=self._keep_days)
-        return horizon, [
-            (name, high)
+        ranges = [
+            (name, low, high)
             for name, low, high in self._ranges(connection)
-            if low is not None and low > NO_TIME and high is not None and high <= horizon
+            if low is not None and low > NO_TIME and high is not None
         ]
+        today = self._today(connection)
+        newest = self._newest(connection, [bounds for _, *bounds in ranges])
+        horizon = min(today, newest or today) - dt.timedelta(days=self._keep_days)
+        return horizon, [(name, high) for name, _, high in ranges if high <= horizon]
+
+    def _newest(self, connection: psycopg.Connection[Any], ranges: Sequence[Sequence[dt.date]]) -> dt.date | None:
+        """Return the newest day that has ids; None if there is none."""
+        stray: dt.date | None = self._value(connection, _NEWEST_STRAY, {"no_time": NO_TIME})
+        for low, high in reversed(ranges):
+            row = self._run(connection, _ANY_OF, {"low": low, "high": high}).fetchone()
+            if row is not None:
+                day: dt.date = row[0]
+                return max(day, stray or day)
+        return stray
 
     def _owner(self) -> str:
         with self._transaction() as connection:

@@ -111,22 +111,25 @@ def close_connections() -> None:
         _connections.popitem()[1].close()
 
 
-def stop_clock(url: str) -> tuple[dt.date, str]:
+def stop_clock(url: str, days: int = -1) -> tuple[dt.date, str]:
     """Return a day (UTC) and libpq's options for connections on which it stays noon of that day, however late it gets.
 
     They find now() and clock_timestamp() in a schema of their own first, if ``with_path_of_role`` lets them. Defaults
     of tables still tell the real time.
-    The day is yesterday: what goes by the real time after all fails at any hour, and not at midnight only.
+    The day is yesterday: what goes by the real time after all fails at any hour, and not at midnight only. Or it is
+    so many days from today; for connections that are open already, too.
     """
     with psycopg.connect(url, autocommit=True) as connection:
-        [(today,)] = connection.execute("SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date - 1").fetchall()
+        [(today,)] = connection.execute(
+            "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date + %s::integer", (days,)
+        ).fetchall()
         noon = dt.datetime.combine(today, dt.time(12), dt.UTC)
-        connection.execute("CREATE SCHEMA stopped; GRANT USAGE ON SCHEMA stopped TO public")
+        connection.execute("CREATE SCHEMA IF NOT EXISTS stopped; GRANT USAGE ON SCHEMA stopped TO public")
         for function in ("now", "clock_timestamp"):
             connection.execute(
-                sql.SQL("CREATE FUNCTION stopped.{}() RETURNS timestamptz LANGUAGE sql STABLE RETURN {}").format(
-                    sql.Identifier(function), sql.Literal(noon)
-                )
+                sql.SQL(
+                    "CREATE OR REPLACE FUNCTION stopped.{}() RETURNS timestamptz LANGUAGE sql STABLE RETURN {}"
+                ).format(sql.Identifier(function), sql.Literal(noon))
             )
     return today, "-c search_path=stopped,pg_catalog,public"
 

@@ -141,10 +141,10 @@ def test_an_old_day_goes_with_its_partition_and_only_its_groups_have_forgotten(s
     sink.memory.make()
     sink.remember("early", old, KEEP + 2)
     sink.remember("early", kept, KEEP + 0.5)
-    sink.remember("late", kept, 0)
+    sink.remember("late", sink.day(0), 0)
     done = sink.memory.forget()
     assert list(done.dropped) == [f"processed_messages_{old:%Y%m%d}"]
-    assert sink.remembered() == {("early", kept): 1, ("late", kept): 1}
+    assert sink.remembered() == {("early", kept): 1, ("late", sink.day(0)): 1}
     assert sink.forgotten() == {"early": old + dt.timedelta(days=1), "late": None}
     assert sink.memory.forget() == RetentionResult()
 
@@ -155,14 +155,35 @@ def test_a_day_whose_ids_were_seen_lately_is_kept_whole(sink):
         sink.group(group)
     old = sink.day(KEEP + 10)
     sink.partition(old)
+    sink.remember("g", sink.day(0), 0)
     sink.remember("g", old, KEEP + 9, count=3)
     sink.remember("backlog", old, KEEP - 0.5)
     assert sink.memory.forget() == RetentionResult()
-    assert sink.remembered() == {("g", old): 3, ("backlog", old): 1}
+    assert sink.remembered() == {("g", sink.day(0)): 1, ("g", old): 3, ("backlog", old): 1}
     assert sink.forgotten() == {"g": None, "backlog": None}
     sink.run("UPDATE consumer.processed_messages SET seen_at = seen_at - interval '1 day' WHERE grp = 'backlog'")
     assert len(sink.memory.forget().dropped) == 1
     assert sink.forgotten() == dict.fromkeys(("g", "backlog"), old + dt.timedelta(days=1))
+
+
+@pytest.mark.parametrize("of_day", ["its partition", "the default partition"])
+def test_a_clock_that_is_ahead_forgets_nothing_that_is_kept(sink, of_day):
+    sink.group("g")
+    old, kept = sink.day(KEEP + 1), [sink.day(ago) for ago in (0, 1, KEEP)]
+    if of_day == "its partition":
+        sink.partition(old)
+        sink.memory.make()
+    for ago in (0, 1, KEEP, KEEP + 1):
+        sink.remember("g", sink.day(ago), ago)
+    # Of writers whose clocks are ahead: they do not name the newest day.
+    coming = [sink.day(-2), sink.day(-300)]
+    for day in coming:
+        sink.remember("g", day, 0)
+    stop_clock(sink.url, 30)
+    due, done = sink.memory.due(), sink.memory.forget()
+    assert (due.dropped, due.deleted_rows) == ([*done.dropped], done.deleted_rows)
+    assert sink.remembered() == {("g", day): 1 for day in (*kept, *coming)}
+    assert sink.forgotten() == {"g": sink.day(KEEP)}
 
 
 def test_what_is_forgotten_never_comes_back(sink):
@@ -171,6 +192,7 @@ def test_what_is_forgotten_never_comes_back(sink):
     older = sink.day(KEEP + 5)
     sink.partition(older)
     sink.remember("g", older, KEEP + 5)
+    sink.remember("g", sink.day(0), 0)
     assert len(sink.memory.forget().dropped) == 1
     assert sink.forgotten() == {"g": sink.day(KEEP)}
 
@@ -186,8 +208,14 @@ def test_rows_of_the_default_partition_go_by_group_and_day(sink):
     # One that was seen lately keeps the day for its group, and for no other.
     sink.remember("h", older, KEEP + 1)
     sink.remember("h", older, 1)
+    sink.remember("h", sink.day(0), 0)
     assert sink.memory.forget() == RetentionResult(deleted_rows=3)
-    assert sink.remembered() == {("g", NO_TIME): 2, ("g", young): 1, ("h", older): 2}
+    assert sink.remembered() == {
+        ("g", NO_TIME): 2,
+        ("g", young): 1,
+        ("h", older): 2,
+        ("h", sink.day(0)): 1,
+    }
     assert sink.forgotten() == {"g": old + dt.timedelta(days=1), "h": None, "idle": None}
 
 
@@ -267,6 +295,7 @@ def test_a_task_that_waits_for_the_drop_sees_that_its_day_is_forgotten(sink, mon
     sink.partition(old)
     sink.remember("g", old, KEEP + 2)
     [(twin,)] = sink.run("SELECT message_id FROM consumer.processed_messages")
+    sink.remember("g", sink.day(0), 0)
     seen: list[dt.date] = []
     with psycopg.connect(sink.url) as blocker:
         # Lets the drop come as far as the table itself, holding the day's partition and the group's row.
@@ -305,6 +334,7 @@ def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, mo
     old = sink.day(KEEP + 2)
     sink.partition(old)
     sink.remember("g", old, KEEP + 2)
+    sink.remember("g", sink.day(0), 0)
     done: list[RetentionResult] = []
     with psycopg.connect(sink.url) as task:
         task.execute(REMEMBER, (old,))
@@ -316,7 +346,7 @@ def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, mo
         task.commit()
     forgetting.join(30)
     assert done == [RetentionResult()]
-    assert sink.remembered() == {("g", old): 2}
+    assert sink.remembered() == {("g", old): 2, ("g", sink.day(0)): 1}
 
 
 def test_without_the_owners_rights_it_says_so(sink):
@@ -340,7 +370,7 @@ def prune(url: str, *arguments: str, status: int = 0) -> str:
 def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
     """From cron. The consumer has the rights that `outbox db roles` gives it, and no others."""
     old, lately, stray = sink.day(KEEP + 2), sink.day(KEEP + 3), sink.day(KEEP + 4)
-    for day in (old, lately):
+    for day in (old, lately, sink.day(0)):
         sink.partition(day)
     with psycopg.connect(sink.url, autocommit=True) as admin, login_role(admin, "consumer") as role:
         for statement in grants([(RoleKind.CONSUMER, role)], "outbox", "consumer", wal=False):
@@ -351,13 +381,12 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
         sink.remember("g", old, KEEP + 2, 3)
         sink.remember("g", lately, 0)
         sink.remember("g", stray, KEEP + 4, 2)
+        sink.remember("g", sink.day(0), 0)
         assert "permission denied" in consumer.retention(KEEP).make().problem
 
         # What it would do, and that the consumer itself can't.
         keep = ("--days", str(KEEP))
-        days = {
-            f"processed_messages_{day:%Y%m%d}" for day in (NO_TIME, *(sink.day(ago) for ago in range(-3, KEEP + 1)))
-        }
+        days = {_named(day) for day in (NO_TIME, *(sink.day(ago) for ago in range(-3, KEEP + 1) if ago != 0))}
         expected = {"created": sorted(days), "dropped": [f"processed_messages_{old:%Y%m%d}"], "stray_rows": 2}
         expected |= {"keep_days": KEEP}
         before = sink.partitions(), sink.remembered()
@@ -374,11 +403,14 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
             f"partition processed_messages_{old:%Y%m%d}: dropped",
             "2 ids of the default partition: forgotten",
         ]
-        assert sink.remembered() == {("g", lately): 1}
+        assert sink.remembered() == {("g", lately): 1, ("g", sink.day(0)): 1}
         assert sink.forgotten() == {"g": old + dt.timedelta(days=1)}
         assert prune(sink.url, *keep) == "nothing to do\n"
         assert consumer.retention(KEEP).make() == RetentionResult()
-        sink.run(f"UPDATE consumer.processed_messages SET seen_at = now() - interval '{KEEP + 1} days'")
+        longer_ago = (
+            f"UPDATE consumer.processed_messages SET seen_at = now() - interval '{KEEP + 1} days' WHERE day = %s"
+        )
+        sink.run(longer_ago, (lately,))
         assert consumer.retention(KEEP).forget() == RetentionResult(problem=ANY, denied=True)
         assert prune(sink.url, *keep) == f"partition processed_messages_{lately:%Y%m%d}: dropped\n"
         assert consumer.retention(KEEP).forget() == RetentionResult()
@@ -390,6 +422,7 @@ def test_the_owner_is_told_what_keeps_the_days_as_they_are(sink):
     old = sink.day(KEEP + 2)
     sink.partition(old)
     sink.remember("g", old, KEEP + 2)
+    sink.remember("g", sink.day(0), 0)
     with psycopg.connect(sink.url) as task:
         task.execute("LOCK TABLE consumer.processed_messages IN ROW EXCLUSIVE MODE")
         pruned = sink.memory.prune(wait_seconds=0)

@@ -13,9 +13,10 @@ import uuid
 import psycopg
 import pytest
 import sqlalchemy as sa
+from psycopg.conninfo import make_conninfo
 from rows_and_roles import login_role
 from sqlalchemy.ext.asyncio import async_scoped_session
-from support import stop_clock, wait_until
+from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 from writer_targets import Order, Undo, each_driver, on_target, opened, round_trips, waits_for_a_lock
@@ -26,6 +27,8 @@ from outbox.consumer.retention import IdRetention
 from outbox.inbox import MessageTooOld, once, once_async
 from relay.cli.app import app
 from relay.operations.roles import RoleKind, grants
+
+__all__ = ["with_path_of_role"]
 
 
 def message(id_: uuid.UUID) -> dict[str, str]:
@@ -239,7 +242,7 @@ def test_what_was_forgotten_is_never_taken_for_new(outbox_postgres):
     old, seen_lately, other = (id_of(midnight - dt.timedelta(days=days)) for days in (9, 8, 9))
     timeless = uuid.uuid4()
     with outbox_postgres.connect() as connection:
-        for id_ in (old, seen_lately, timeless):
+        for id_ in (old, seen_lately, timeless, uuid7()):
             assert once(connection, message(id_), consumer="billing")
         assert once(connection, message(seen_lately), consumer="young")
         query = "UPDATE consumer.processed_messages SET seen_at = now() - interval '6 days' WHERE message_id = ANY(%s)"
@@ -271,6 +274,19 @@ def test_what_was_forgotten_is_never_taken_for_new(outbox_postgres):
             assert await is_new(target, id_of(midnight - dt.timedelta(days=9)), "young") is True
 
     asyncio.run(with_asyncpg())
+
+
+@pytest.mark.usefixtures("with_path_of_role")
+def test_no_event_is_new_again_after_the_databases_clock_was_ahead(outbox_postgres):
+    IdRetention(outbox_postgres.url, "consumer", 5).make()
+    id_ = uuid7()
+    with outbox_postgres.connect() as connection:
+        assert once(connection, message(id_), consumer="billing")
+    _, ahead = stop_clock(outbox_postgres.url, 30)
+    made, _ = IdRetention(make_conninfo(outbox_postgres.url, options=ahead), "consumer", 5).prune()
+    assert made.made
+    with outbox_postgres.connect() as connection:
+        assert once(connection, message(id_), consumer="billing") is False
 
 
 def test_it_reads_what_was_forgotten_while_it_waited(outbox_postgres):
