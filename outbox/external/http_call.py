@@ -3,13 +3,15 @@
 | the answer                                          | what it means                                                  |
 |-----------------------------------------------------|----------------------------------------------------------------|
 | 2xx                                                 | done; the body is the response                                 |
-| 408, 409, 5xx; none, an incomplete one, a timeout   | the outcome is unknown: repeated with the same key             |
+| 301, 302, 303, 408, 409, 5xx; none, an incomplete   | the outcome is unknown: repeated with the same key             |
+| one, a timeout                                      |                                                                |
 | 425, 429                                            | nothing happened: repeated later, after Retry-After            |
-| 401, 407, 1xx, 3xx                                  | nothing happened: the settings are wrong; stuck in the end     |
+| 401, 407, 1xx, every other 3xx                      | nothing happened: the settings are wrong; stuck in the end     |
 | no connection, no TLS                               | nothing was sent: repeated later                               |
 | every other 4xx                                     | refused                                                        |
 
-Redirects are not followed: a redirected POST may be made twice.
+Redirects are not followed: a redirected POST may be made twice. 303 leads to the result of one that was executed, and
+301 and 302 are used for that, too.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from urllib.parse import SplitResult, urlsplit
 from outbox.consumer.errors import JobError, shown
 from outbox.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 
-_UNKNOWN: Final = frozenset({408, 409})
+_UNKNOWN: Final = frozenset({301, 302, 303, 408, 409})
 _NOTHING_HAPPENED: Final = frozenset({401, 407, 425, 429})
 _LONGEST_BODY: Final = 1024 * 1024
 _PORTS: Final = {"https": 443, "http": 80}

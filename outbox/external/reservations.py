@@ -1,13 +1,14 @@
 """The table of effects outside the database: claim, settle, and operators' actions. Short transactions only.
 
-Every method is one transaction on the given connection, which must be in autocommit mode, by the database's clock. A
-claim writes the end of the lease into ``next_attempt_at`` and raises ``attempts``; no transaction is open during the
-call. Raises psycopg's errors.
+Every method is one transaction on the given connection, which must be in autocommit mode, by the database's clock; how
+long the provider knows a key goes by the caller's, too. A claim writes the end of the lease into ``next_attempt_at``
+and raises ``attempts``; no transaction is open during the call. Raises psycopg's errors.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, LiteralString
@@ -48,7 +49,8 @@ _DUE: Final = """
 WITH front AS MATERIALIZED ({front})
 SELECT due.*, due.response IS NOT NULL AS known, due.attempts - due.budget_from AS used,
        -- A request that begins now may reach the provider as late as its lease ends.
-       coalesce(due.key_until <= now() + make_interval(secs => %(lease)s), false) AS expired
+       coalesce(due.key_until <= greatest(now(), to_timestamp(%(clock)s)) + make_interval(secs => %(lease)s), false)
+           AS expired
   FROM front, LATERAL (
         SELECT * FROM {reservations} AS one
          WHERE one.ctid = front.ctid AND one.state IN ('reserved', 'calling', 'cancelling')
@@ -98,12 +100,14 @@ _NOW: Final = """
 SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
        coalesce(key_until <= now(), false) AS expired
   FROM {reservations} WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s FOR UPDATE"""
+# The key's time begins by the earlier of two clocks, and in _DUE it ends by the later one: where the database's is
+# corrected in between, the provider may forget the key before that clock says so.
 _BEGIN: Final = """
 UPDATE {reservations}
    SET state = %(state)s, unsure = %(unsure)s, attempts = attempts + 1, worker = %(worker)s,
        next_attempt_at = now() + make_interval(secs => %(lease)s),
        key_until = CASE WHEN key_until > now() OR NOT %(keyed)s THEN key_until
-                        ELSE now() + make_interval(secs => %(key_seconds)s) END
+                        ELSE least(now(), to_timestamp(%(clock)s)) + make_interval(secs => %(key_seconds)s) END
  WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
 _GIVE_UP: Final = """
 UPDATE {reservations}
@@ -170,6 +174,7 @@ DELETE FROM {reservations}
 {chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL"""
 
 OPEN: Final = ("reserved", "calling", "cancelling")
+_CLOCK: Final = time.time
 _WINDOW: Final = 50
 """How many due calls a claim looks at."""
 
@@ -205,12 +210,12 @@ class Reservations:
 
     def claim(self, connection: psycopg.Connection[Any], most: int) -> tuple[list[ClaimedCall], int]:
         """Begin up to ``most`` due attempts, each with a lease. Returns them, and how many calls became stuck."""
-        lease = self._external.lease_seconds
+        lease, clock = self._external.lease_seconds, _CLOCK()
         claims: list[ClaimedCall] = []
         stuck = 0
         self.more_due = False
         with pinned_transaction(connection), connection.cursor(row_factory=dict_row) as cursor:
-            rows = self._run(cursor, _DUE, most=most, window=_WINDOW, lease=lease).fetchall()
+            rows = self._run(cursor, _DUE, most=most, window=_WINDOW, lease=lease, clock=clock).fetchall()
             for row in rows:
                 state = _state_of(row)
                 unsure = state.may_have_happened
@@ -227,6 +232,7 @@ class Reservations:
                     unsure=unsure,
                     worker=self._worker,
                     lease=lease,
+                    clock=clock,
                     keyed=step in {"call", "cancel"},
                     key_seconds=self._external.key_seconds,
                 )

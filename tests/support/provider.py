@@ -39,7 +39,7 @@ class Provider(ThreadingHTTPServer):
     | done-stall | does the effect, then waits for ``release()``                                          |
     | drop       | ends the connection without an effect                                                  |
     | done-drop  | does the effect and ends the connection                                                |
-    | done-500   | does the effect and says 500                                                           |
+    | done-303   | does the effect and says 303; done-500: 500                                            |
     | done-half  | does the effect and sends half an answer                                               |
     | trickle    | does the effect and answers byte by byte, for ever                                     |
     | N or N:S   | says the status N, with Retry-After: S                                                 |
@@ -194,8 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._say(200, answer)
             case "done-drop":
                 return self._drop()
-            case "done-500":
-                return self._say(500, {"error": "after the effect"})
+            case "done-303" | "done-500":
+                return self._say(int(order.removeprefix("done-")), {"error": "after the effect"})
             case "done-half":
                 self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"char')
                 return self._drop()

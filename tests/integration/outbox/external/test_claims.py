@@ -29,7 +29,7 @@ SELECT 'orders', 'payments', gen_random_uuid(), 't', 0, n, CASE %(key)s WHEN 'ow
 PARK_MOST = """
 UPDATE consumer.reservations SET parked = true, next_attempt_at = now() + interval '1 hour'
  WHERE order_key = 'hot' AND state = 'reserved' AND message_offset > 1 AND message_offset < %s"""
-WAITING = {"grp": "orders", "name": "payments", "window": reservations._WINDOW, "most": 4, "lease": 30}
+WAITING = {"grp": "orders", "name": "payments", "window": reservations._WINDOW, "most": 4, "lease": 30, "clock": 0.0}
 
 
 def insert(connection: psycopg.Connection[Any], kind: str, count: int, key: str, state: str = "reserved") -> None:

@@ -17,7 +17,7 @@ from support import wait_until
 
 from outbox.consumer.errors import ConsumerError, JobError
 from outbox.errors import NotFound, SchemaError
-from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater
+from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater, reservations
 from outbox.external.caller import Caller
 from outbox.external.reservations import Chosen, ReservationAdmin
 
@@ -208,6 +208,17 @@ def test_by_hand_cancel_and_settle(sink, provider, outbox_cli):
     assert sink.states() == {}
 
 
+def test_a_redirect_may_follow_the_effect_and_is_taken_back_by_a_cancel(sink, provider):
+    external = payments(provider.url, cancel=True, max_attempts=1)
+    provider.tell("moved", "done-303")
+    sink.reserve(external, ["moved"])
+    assert sink.drain(external) == {"attempts": 1, "stuck": 1}
+    with sink.connect() as connection:
+        ReservationAdmin(connection, "consumer").cancel(Chosen(), "customer left")
+    assert sink.drain(external) == {"attempts": 1, "cancelled": 1}
+    assert (provider.effects(), provider.standing()) == (["moved"], Counter())
+
+
 def test_a_call_that_may_have_happened_is_not_repeated_once_the_key_is_forgotten(sink, provider):
     external = payments(provider.url, key_seconds=0.001)
     provider.tell("maybe", "drop")
@@ -223,6 +234,21 @@ def test_a_call_that_may_have_happened_is_not_repeated_once_the_key_is_forgotten
         desk.retry(Chosen(message_ids=[message_id]), not_done=True)
     assert sink.drain(external) == {"attempts": 1, "confirmed": 1}
     assert provider.standing() == Counter(["maybe", "sure"])
+
+
+@pytest.mark.parametrize("wrong", ["at the call", "at its repetition"])
+def test_by_either_clock_a_key_may_be_forgotten(sink, provider, monkeypatch, wrong):
+    """The database's is two days ahead at the call and then corrected, or it has gone back since."""
+    external = payments(provider.url, first_wait=60.0, longest_wait=60.0)
+    provider.tell("maybe", "done-drop")
+    sink.reserve(external, ["maybe"])
+    by_days = {"at the call": (-2, 0), "at its repetition": (0, 2)}[wrong]
+    for days in by_days:
+        monkeypatch.setattr(reservations, "_CLOCK", lambda days=days: time.time() + days * 86_400)
+        done = sink.drain(external, until="due")
+        sink.rows("UPDATE consumer.reservations SET next_attempt_at = now() RETURNING 1")
+    assert done == {"stuck": 1}
+    assert len(provider.requests("maybe")) == 1
 
 
 def test_with_an_ask_the_provider_is_asked_before_a_call_is_repeated(sink, provider):

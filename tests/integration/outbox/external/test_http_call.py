@@ -42,6 +42,8 @@ def call(order: str, timeout: float = 20.0) -> Call:
         ("429:7", TryLater, "HTTP 429", 7.0),
         ("425", TryLater, "HTTP 425", None),
         ("307", TryLater, "HTTP 307", None),
+        *((str(status), OutcomeUnknown, f"HTTP {status}", None) for status in (301, 302, 303)),
+        ("308", TryLater, "HTTP 308", None),
         ("409:1", OutcomeUnknown, "HTTP 409", 1.0),
         ("503:soon", OutcomeUnknown, "HTTP 503", None),
         ("drop", OutcomeUnknown, "no answer", None),
