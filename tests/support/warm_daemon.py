@@ -7,17 +7,20 @@ when they are imported, and threads do not come along into a fork. These start n
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
+import sys
+from pathlib import Path
 
 # Such threads would be those of numpy's OpenBLAS, and the one that tidies up for Arrow's jemalloc.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
-import gc
-import importlib
-from pathlib import Path
-
-from pyspark.daemon import manager
+# Spark puts an archive of pyspark's sources, and a jar, before what is installed: each daemon would compile them, and
+# Python 3.11 lists all of them again for each new worker, once for each of their folders.
+sys.path[:] = [path for path in sys.path if not path.endswith((".zip", ".jar"))]
+sys.path_importer_cache.clear()
 
 for _name in (
     *("numpy", "pandas", "psycopg", "psycopg_binary", "pyarrow", "pyarrow.compute", "pyarrow.json", "orjson"),
@@ -40,4 +43,6 @@ if (_threads := Path("/proc/self/task")).exists():
     assert len(list(_threads.iterdir())) == 1, "a module has started a thread"
 
 if __name__ == "__main__":
+    from pyspark.daemon import manager
+
     manager()
