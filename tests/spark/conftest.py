@@ -1,4 +1,4 @@
-"""One Spark session for all tests of this folder."""
+"""One Spark session for all tests of a group of this folder."""
 
 from __future__ import annotations
 
@@ -23,12 +23,19 @@ def _plain_spark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JDK_JAVA_OPTIONS", PLAIN_SPARK, prepend=" ")
 
 
-@pytest.fixture(scope="session")
-def spark() -> Iterator[Any]:
-    """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon.
+@pytest.fixture
+def spark(of_group) -> Any:
+    """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon. Its group has one.
 
     A shuffle has four partitions, two for each core: all 16 that the consumer sets would be a task and a worker each.
     """
+    return of_group.once(_session)
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[Any]:
+    from pyspark import SparkContext
+
     from spark_jobs.spark import session
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
@@ -39,7 +46,13 @@ def spark() -> Iterator[Any]:
         conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "4"}
         started = session.start("tests", conf=conf)
     yield started
+    # Its JVM too, which would be there as long as this process: pyspark keeps it for the next session.
+    gateway = SparkContext._gateway
     started.stop()
+    gateway.shutdown()
+    gateway.proc.stdin.close()
+    gateway.proc.wait(60)
+    SparkContext._gateway = SparkContext._jvm = None
 
 
 def _lake(product: str) -> list[Path]:
