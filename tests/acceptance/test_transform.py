@@ -49,7 +49,7 @@ def test_killed_twice_beside_another_member(place):
 
 def test_one_that_slept_past_its_session_adds_nothing(place):
     """Halted within its work; another member takes over; on waking its transaction is refused, and it goes on."""
-    count = 6_000
+    count = 3_000
     place.feed(range(count))
     with place.process(batch=20) as sleeper:
         wait_until(lambda: place.position() > 200, 90, "its first transactions")
@@ -57,12 +57,12 @@ def test_one_that_slept_past_its_session_adds_nothing(place):
         with place.process() as other:
             wait_until(lambda: place.position() == count, 120, "the other one to take over and end")
             sleeper.send_signal(signal.SIGCONT)
-            place.feed(range(count, count + 2_000))
-            wait_until(lambda: place.position() == count + 2_000, 120, "what came later")
+            place.feed(range(count, count + 1_000))
+            wait_until(lambda: place.position() == count + 1_000, 120, "what came later")
             for process in (sleeper, other):
                 process.terminate()
                 assert process.wait(60) == 0
-    assert place.come(2 * (count + 2_000)) == doubled(count + 2_000)
+    assert place.come(2 * (count + 1_000)) == doubled(count + 1_000)
 
 
 def test_a_member_that_is_expelled_in_a_transaction_is_refused(place):
