@@ -55,6 +55,11 @@ BROKERS = {
         "integration/spark_jobs/task/test_reader_failures.py",
     },
     "new": {"acceptance/runbooks/test_region.py", "acceptance/runbooks/test_restores.py"},
+    "three": {
+        "acceptance/test_stuck_topics.py",
+        "integration/outbox/transform/test_leaders.py",
+        "integration/spark_jobs/driver/test_leaders.py",
+    },
     "unverified": {
         "acceptance/runbooks/test_kafka.py",
         "integration/relay/kafka/test_open_transactions.py",
@@ -248,8 +253,8 @@ def group(nodeid: str) -> str:
     spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
              with all of them would go on for long after the others.
     secured  what shares a Kafka with TLS.
-    mortal, unverified, new   what shares a Kafka that tests may kill, one that verifies no transactions, or one that
-                              is there instead of a lost one.
+    mortal, three, unverified, new   what shares a Kafka that tests may kill, three brokers of which they may, one that
+                                     verifies no transactions, or one that is there instead of a lost one.
     planted  what shares a database in which names are planted.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of the protocol's model, and of JSON at large, is a group of its own: they come last, need nothing but a
@@ -406,6 +411,18 @@ def mortal_kafka(mortal_network: tuple[KafkaCluster, KafkaProxy]) -> Iterator[tu
     with Topics(cluster.bootstrap_servers) as topics:
         yield cluster, topics
         cluster.start()
+
+
+def _three() -> KafkaCluster:
+    from outbox.sandbox.kafka import KafkaCluster
+
+    return KafkaCluster(brokers=3)
+
+
+@pytest.fixture
+def three_brokers(of_group: OfGroup) -> KafkaCluster:
+    """Three brokers that tests may kill. All run when a test begins."""
+    return of_group.once(_three).start()
 
 
 @pytest.fixture

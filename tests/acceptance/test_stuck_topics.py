@@ -19,16 +19,9 @@ USABLE = '"topic can be written to again"'
 STUCK, HEALTHY = "Stuck", ("Order", "Invoice")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[KafkaCluster]:
-    """Three brokers, the first of which is killed."""
-    with KafkaCluster(brokers=3) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def topics(cluster) -> Iterator[Topics]:
-    with Topics(cluster.bootstrap_servers) as made:
+def topics(three_brokers) -> Iterator[Topics]:
+    with Topics(three_brokers.bootstrap_servers) as made:
         yield made
 
 
@@ -171,7 +164,7 @@ def stands(outboxes: Sequence[Stuck], killed: Stuck) -> None:
         outbox.waits()
 
 
-def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_relay, cluster):
+def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_relay, three_brokers):
     """Three outboxes, a way each, and one outage: to restart a broker is what takes long."""
     ways = [
         ("too few in sync", "wal", "exactly-once"),
@@ -179,7 +172,7 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_
         ("no leader for one partition of three", "polling", "at-least-once"),
     ]
     outboxes = [
-        Stuck(url, cluster, topics, outbox_relay, way, source=source, delivery=delivery)
+        Stuck(url, three_brokers, topics, outbox_relay, way, source=source, delivery=delivery)
         for url, (way, source, delivery) in zip(urls, ways, strict=True)
     ]
     for outbox in outboxes:
@@ -187,7 +180,7 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_
     for outbox in outboxes:
         drained(outbox.url)
         outbox.forget_what_was_said()
-    cluster.kill_broker(0)
+    three_brokers.kill_broker(0)
     outboxes[1].has_no_leader()
     try:
         stands(outboxes[1:], outboxes[1])
@@ -197,16 +190,16 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_
         outboxes[0].others_go_on()
         outboxes[0].waits()
     finally:
-        cluster.start_broker(0)
+        three_brokers.start_broker(0)
     for outbox in outboxes:
         outbox.whole()
 
 
-def test_one_of_three_brokers_is_killed(outbox_postgres, topics, outbox_relay, cluster):
-    """Exactly-once, with two relays. The broker does not come back, so this test is the last one."""
+def test_one_of_three_brokers_is_killed(outbox_postgres, topics, outbox_relay, three_brokers):
+    """Exactly-once, with two relays. The broker does not come back."""
     url, kind, name = outbox_postgres.url, topics.name("Order"), topics.name("outbox")
     topic = topics.create_topic(f"{kind.lower()}-events", 3)
-    settings = {"delivery": "exactly-once", "name": name, "bootstrap_servers": cluster.bootstrap_servers}
+    settings = {"delivery": "exactly-once", "name": name, "bootstrap_servers": three_brokers.bootstrap_servers}
     settings |= {"relay__lease_seconds": 6, "relay__batch_size": 50}
     # Without long pauses between attempts: a server is killed on purpose here.
     settings |= {"relay__max_backoff_seconds": 0.5, "kafka__reconnect_backoff_max_ms": 500}
@@ -214,11 +207,11 @@ def test_one_of_three_brokers_is_killed(outbox_postgres, topics, outbox_relay, c
         relays = [outbox_relay(**settings) for _ in range(2)]
         relays[0].wait_for_log("lanes acquired")
         load.more(150)
-        cluster.kill_broker(0)
+        three_brokers.kill_broker(0)
         load.more(300)
         load.drain(120)
         assert [relay.running for relay in relays] == [True, True]
     assert check(url, topics.consume(topic, timeout=60)) == 0
-    state = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=30)
+    state = AdminClient({"bootstrap.servers": three_brokers.bootstrap_servers}).list_topics(timeout=30)
     partitions = state.topics[f"{name}.relay.state"].partitions
     assert [len(partition.replicas) for partition in partitions.values()] == [3] * 4

@@ -12,16 +12,16 @@ from support import wait_until
 from transform_support import Place, copied, place, running
 
 from outbox.sandbox.kafka import KafkaCluster
+from outbox.testing.fixtures import Topics
 from outbox.transform import InputLost, _session
 
 __all__ = ["place"]
 
 
 @pytest.fixture
-def away(private_kafka) -> Iterator[tuple[KafkaCluster, Place]]:
+def away(three_brokers) -> Iterator[tuple[KafkaCluster, Place]]:
     """A group that has read both partitions of a topic, of which the second is only on the first of three brokers."""
-    cluster = private_kafka(brokers=3)
-    with private_kafka.topics(cluster) as topics, closing(Place(topics, 2)) as place:
+    with Topics(three_brokers.bootstrap_servers) as topics, closing(Place(topics, 2)) as place:
         admin = AdminClient(place.options)
         place.source = topics.name("led")
         topic = NewTopic(place.source, 2, replica_assignment=[[2], [1]], config={"min.insync.replicas": "1"})
@@ -30,7 +30,7 @@ def away(private_kafka) -> Iterator[tuple[KafkaCluster, Place]]:
             place.feed(range(10 * partition, 10 * partition + 5), partition=partition)
         with running(place.member(copied(place))):
             wait_until(lambda: place.position() == 10, 60, "the position")
-        yield cluster, place
+        yield three_brokers, place
 
 
 def test_the_others_are_read_until_its_leader_is_back(away):

@@ -13,6 +13,7 @@ from offsets_driver import Driver
 from support import wait_until
 
 from outbox.consumer.errors import ConsumerUnavailable
+from outbox.testing.fixtures import Topics
 
 
 def has_leaders(driver: Driver, which: list[bool]) -> bool:
@@ -30,13 +31,12 @@ def lacks_a_leader(driver: Driver) -> bool:
 
 
 @pytest.fixture
-def away(outbox_postgres, private_kafka):
+def away(outbox_postgres, three_brokers):
     """The driver of a topic whose second partition is only on the first of three brokers, which is killed, and these.
 
     The group has read three messages of the first and five of the second; each has five more.
     """
-    cluster = private_kafka(brokers=3)
-    with private_kafka.topics(cluster) as topics:
+    with Topics(three_brokers.bootstrap_servers) as topics:
         driver = Driver(outbox_postgres, topics)
         driver.topic = topics.name("led")
         topic = NewTopic(driver.topic, 2, replica_assignment=[[2], [1]])
@@ -52,10 +52,10 @@ def away(outbox_postgres, private_kafka):
         usual = driver.runner._kafka._seconds
         # What the killed broker was asked last is not waited for long.
         driver.runner._kafka._seconds = 3.0
-        cluster.kill_broker(0)
+        three_brokers.kill_broker(0)
         wait_until(lambda: lacks_a_leader(driver), what="the leader to be gone")
         driver.runner._kafka._seconds = usual
-        yield driver, cluster
+        yield driver, three_brokers
 
 
 def test_the_others_are_read_until_its_leader_is_back(away):
