@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from outbox._clients.checks import Level
-from outbox.sandbox.kafka import KafkaCluster
+from outbox.testing.fixtures import Topics
 from relay.cli.app import app
 from relay.config import SourceKind
 from relay.operations.doctor import examine
@@ -51,18 +51,14 @@ def test_who_could_pose_as_the_relay(outbox_postgres, outbox_kafka):
         assert f"role {role}" not in found(given)
 
 
-@pytest.fixture(scope="module")
-def guarded_kafka():
-    """A broker that knows access rights."""
-    authorizer = {
-        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "allow.everyone.if.no.acl.found": "true",
-    }
-    with KafkaCluster(settings=authorizer) as cluster:
-        yield cluster
+@pytest.fixture
+def guarded_kafka(mortal_network) -> Topics:
+    """A broker that knows access rights. Topics stay there: who may not delete them is among the rules."""
+    cluster, _ = mortal_network
+    return Topics(cluster.bootstrap_servers)
 
 
-def create(kafka: KafkaCluster, allowed: Mapping[str, Sequence[AclOperation]]) -> None:
+def create(kafka: Topics, allowed: Mapping[str, Sequence[AclOperation]]) -> None:
     """Create topics, and allow this alone on those that name something."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     for future in admin.create_topics([NewTopic(topic, 1, 1) for topic in allowed]).values():
@@ -79,13 +75,15 @@ def create(kafka: KafkaCluster, allowed: Mapping[str, Sequence[AclOperation]]) -
 
 def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
     describe, configs, write = AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS, AclOperation.WRITE
-    topics = dict.fromkeys(["good", "guarded", "copies", "outbox.relay.state"], (describe, configs))
-    create(guarded_kafka, topics | {"good": (), "secret": (describe, write)})
+    good, guarded, copies, secret, name = map(guarded_kafka.name, ("good", "guarded", "copies", "secret", "outbox"))
+    unwritable = {guarded, copies, f"{name}.relay.state"}
+    create(guarded_kafka, dict.fromkeys(unwritable, (describe, configs)) | {good: (), secret: (describe, write)})
     given = settings(
         outbox_postgres,
         guarded_kafka,
+        name=name,
         delivery="exactly-once",
-        routes={"Good": {"topic": "good", "dead_letter_topic": "copies"}, "Guarded": "guarded", "Secret": "secret"},
+        routes={"Good": {"topic": good, "dead_letter_topic": copies}, "Guarded": guarded, "Secret": secret},
     )
 
     def forbidden() -> dict[str, tuple[Level, str]]:
@@ -94,23 +92,24 @@ def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
     # The broker learns of its rules from the controller.
     wait_until(lambda: len(forbidden()) == 3, what="the rules to hold")
     for about, said in forbidden().items():
-        assert about.split()[1].rstrip(",") in {"guarded", "copies", "outbox.relay.state"}
+        assert about.split()[1].rstrip(",") in unwritable
         assert said == (Level.FAILURE, "these credentials may not write to it, only DESCRIBE, DESCRIBE_CONFIGS")
     # What a relay needs on a topic of events, and all that is looked at after it.
     findings = found(given)
-    assert findings["topic secret, settings"][0] is Level.WARNING
-    assert findings["state topic outbox.relay.state"][0] is Level.FAILURE
+    assert findings[f"topic {secret}, settings"][0] is Level.WARNING
+    assert findings[f"state topic {name}.relay.state"][0] is Level.FAILURE
 
 
 def test_what_is_found_is_kept_where_another_topic_may_not_be_read(outbox_postgres, guarded_kafka):
     servers, event_id = guarded_kafka.bootstrap_servers, str(uuid7())
-    create(guarded_kafka, {"foreign": (AclOperation.DESCRIBE, AclOperation.WRITE), "own": ()})
+    foreign, own = map(guarded_kafka.name, ("foreign", "own"))
+    create(guarded_kafka, {foreign: (AclOperation.DESCRIBE, AclOperation.WRITE), own: ()})
     producer = Producer({"bootstrap.servers": servers})
-    for topic in ("foreign", "own"):
+    for topic in (foreign, own):
         producer.produce(topic, b"{}", b"k", headers={"ce_id": event_id})
     assert producer.flush(30) == 0
     environment = {"OUTBOX_DATABASE_URL": outbox_postgres.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": servers}
-    words = ["trace", event_id, "--seconds", "60", "--json", "--topic", "own", "--topic", "foreign"]
+    words = ["trace", event_id, "--seconds", "60", "--json", "--topic", own, "--topic", foreign]
 
     def traced() -> tuple[list[str], bool, list[str]]:
         found = json.loads(CliRunner().invoke(app, words, env=environment).stdout)
@@ -118,8 +117,8 @@ def test_what_is_found_is_kept_where_another_topic_may_not_be_read(outbox_postgr
 
     # The broker learns of its rules from the controller.
     wait_until(lambda: traced()[2], what="the rule to hold")
-    why = "Kafka: foreign partition 0 may not be read with these credentials: grant READ on the topic"
-    assert traced() == (["own"], False, [why])
+    why = f"Kafka: {foreign} partition 0 may not be read with these credentials: grant READ on the topic"
+    assert traced() == ([own], False, [why])
 
 
 @pytest.fixture
