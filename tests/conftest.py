@@ -15,6 +15,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import psycopg
 import pytest
+import typer.testing
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -182,6 +184,8 @@ class PortsInTurn:
 
 
 _ports.random = PortsInTurn()  # type: ignore[assignment]
+# Each call of a command builds all commands from their functions' signatures, unless those of an application are kept.
+typer.testing._get_command = cache(typer.testing._get_command)
 # A line for each topic and each producer of each test is a good part of what a broker does.
 _broker._LOGGING = _broker._LOGGING.replace('<Root level="INFO">', '<Root level="WARN">')
 
