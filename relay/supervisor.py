@@ -69,6 +69,8 @@ class Components:
     """Source wal: called with the leases of all lanes when they are taken. A relay without it polls."""
     let_go_all: Callable[[], None] = lambda: None
     """Source wal: called when the worker has let go of all lanes."""
+    sends_again: bool = True
+    """Whether the next holder of a lane sends again what was in flight."""
     ends_with_session: bool = True
     """Whether other relays may take the lanes as soon as this one's session in Postgres has ended. See lanes.py."""
     upkeep: Sequence[MaintenanceTask] = ()
@@ -445,10 +447,10 @@ class Supervisor:
         if not left:
             self._components.let_go_all()
         else:
-            log.error(
-                "a turn in flight was abandoned; its events stay in the outbox and will be sent again",
-                lanes=listed([lease.lane for lease in left]),
-            )
+            event = "a turn in flight was abandoned; its events stay in the outbox and will be sent again"
+            if not self._components.sends_again:
+                event = "a turn in flight was abandoned; its events may be lost, as at-most-once allows"
+            log.error(event, lanes=listed([lease.lane for lease in left]))
         self._sign_off()
         log.info("relay stopped", published=self._worker.observer.count)
         return len(left)

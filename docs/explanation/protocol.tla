@@ -325,7 +325,7 @@ Step(r) ==
     \/ Init_id(r) \/ Replace_id(r) \/ Produce(r) \/ Confirm(r)
     \/ \E answer \in {"ok", "lost", "delayed"} : End_transaction(r, answer)
     \/ \E l \in Lanes : \/ Acquire(r, l) \/ Fence(r, l) \/ Read_marker(r, l) \/ Adopt(r, l)
-                        \/ Look(r, l) \/ Read(r, l) \/ RaiseMark(r, l) \/ Read_stream(r, l) \/ Feedback(r, l)
+                        \/ Look(r, l) \/ Read(r, l, BatchSize) \/ RaiseMark(r, l) \/ Read_stream(r, l) \/ Feedback(r, l)
                         \/ Send(r, l) \/ Arrive(r, l) \/ Acknowledge(r, l) \/ Give_up(r, l) \/ Settle(r, l)
                         \/ Refuse(r, l)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from failing_relays import SMALL, add, dead, event, names, routes, url
-from support import backlog, drained, end_leases, ends, wait_until
+from support import backlog, drained, end_leases, ends, logged, wait_until
 
 __all__ = ["url"]
 
@@ -39,6 +39,22 @@ def test_at_most_once_a_kill_loses_at_most_a_batch_and_doubles_nothing(
     # In order, none twice, and only the second batch may be missing.
     assert arrived == sorted(set(arrived))
     assert set(sent) - set(arrived) <= set(sent[5:10] if left == 10 else [])
+
+
+def test_at_most_once_what_a_relay_abandons_is_not_said_to_be_sent_again(url, outbox_kafka, outbox_relay):
+    """It is told twice to end, between the DELETE and the sending."""
+    topic = outbox_kafka.create_topic(outbox_kafka.name("once"))
+    add(url, *(event("Order", f"a{number:02}") for number in range(20)))
+    armed = routes(Order=topic) | {"OUTBOX_FAILPOINTS": "batch.settled=delay:300@2"}
+    relay = outbox_relay(env=armed, log_format="json", **AT_MOST_ONCE)
+    wait_until(lambda: backlog(url) == 10, what="the second turn")
+    relay.terminate()
+    relay.wait_for_log("relay stopping")
+    relay.terminate()
+    assert relay.wait() == 1
+    [line] = logged(relay, "a turn in flight was abandoned")
+    assert "may be lost" in line["event"]
+    assert "sent again" not in line["event"]
 
 
 def test_at_most_once_events_of_a_missing_topic_stay_until_it_is_there(url, outbox_kafka, outbox_relay):

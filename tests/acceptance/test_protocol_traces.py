@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import traces
-from support import MUTANT, drained, end_leases, ends, halted, owners, wait_until, write
+from support import MUTANT, drained, end_leases, ends, halted, look_up, owners, wait_until, write
 
 from outbox import Event
 from outbox._app import migrate as db
@@ -21,7 +21,7 @@ class Rig:
 
     def __init__(self, url, kafka, relay, order, file: Path) -> None:
         self.url = url
-        self._kind, self._topic = order
+        self.kind, self._topic = order
         self._kafka, self._relay, self._file = kafka, relay, file
         self._name = kafka.name("outbox")
 
@@ -45,11 +45,9 @@ class Rig:
 
     def write(self, count: int, lanes: int = 1) -> None:
         """Write events of four keys, of as many in each lane."""
-        by_lane = [
-            [key for key in map(str, range(100)) if lane_of(self._kind, key, lanes) == at] for at in range(lanes)
-        ]
+        by_lane = [[key for key in map(str, range(100)) if lane_of(self.kind, key, lanes) == at] for at in range(lanes)]
         keys = [key for same in zip(*by_lane, strict=False) for key in same]
-        write(self.url, (Event(self._kind, keys[number % 4], "Written", {"n": number}) for number in range(count)))
+        write(self.url, (Event(self.kind, keys[number % 4], "Written", {"n": number}) for number in range(count)))
 
     def steps(self) -> list[traces.Line]:
         return traces.load(self._file)
@@ -120,6 +118,30 @@ def test_exactly_once_a_relay_that_sleeps_before_its_commit(rig):
     traces.check(steps, 0, seen)
     with pytest.raises(traces.NotExplained, match="Kafka does not have what the steps say"):
         traces.check(steps, 0, [*seen, seen[-1]])
+
+
+def test_a_lane_that_a_relay_took_which_was_killed_before_its_worker_knew(rig):
+    db.change_lanes(rig.url, 1)
+    for name in ("first", "second"):
+        rig.write(2)
+        relay = rig.start(name, "exactly-once")
+        drained(rig.url)
+        ends(relay)
+        taken = "UPDATE outbox.lanes SET epoch = epoch + 1, owner = 'killed', lease_until = now() RETURNING epoch"
+        look_up(rig.url, taken)
+    assert [line["epoch"] for line in rig.steps() if line["step"] == "taken"] == [2, 4]
+    assert traces.check(rig.steps(), 0, rig.seen()) > 10
+
+
+def test_events_that_were_committed_in_any_order_are_read_at_once(rig):
+    """There is one behaviour for all the orders, of which there are too many to look at."""
+    db.change_lanes(rig.url, 1)
+    write(rig.url, (Event(rig.kind, f"k{number}", "Written", {}) for number in range(30)))
+    relay = rig.start("one", "exactly-once", relay__batch_size=30)
+    drained(rig.url)
+    ends(relay)
+    assert traces.events(rig.steps(), 0) == 30
+    assert traces.check(rig.steps(), 0, rig.seen()) > 5
 
 
 def test_exactly_once_two_lanes_of_a_relay_that_is_killed_after_its_commit(rig):

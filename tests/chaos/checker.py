@@ -33,6 +33,13 @@ settled. A fault of a server hits every worker. So a run may repeat at most ``tu
 that a worker was hit, and no single event more often than there were faults. Once repeats are dropped the order of a
 key holds: no later event may appear before the first appearance of an earlier one, whether in a repeat or not.
 
+At-most-once. What is not on a topic was in flight when something failed: relays have counted it as lost, or one was
+killed with a turn in hand, or of three brokers a leader failed that had no replica of it (LossBound). None comes twice.
+Each key is in order, but for what a broker refused because another one leads, or what arrived when its producer had
+given it up: these were sent before what they follow, as their times say, and are no more than faults explain. A broker
+refuses a request as a whole, so dead letters may be beside the event that is too large; keys do not wait for them. A
+group at-most-once has each effect once, or has recorded that it gave the message up.
+
 Operators change what may be expected, and only that. What they did is in the outbox's audit, written in the transaction
 that did it, so it is known also where their command was cut off.
 
@@ -65,7 +72,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from chaos.history import Committed, Group, History, Message, Place, Sightings, partition_of
+from chaos.history import Committed, Group, History, Kind, Message, Place, Sightings, partition_of
 
 ANOMALIES: Final = (
     "lost",
@@ -108,6 +115,14 @@ class RepeatBound:
 EXACTLY_ONCE: Final = RepeatBound(0, 0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class LossBound:
+    """How many events may be lost at most once, and how many may come behind later ones of their key."""
+
+    lost: int
+    late: int
+
+
 @dataclass(slots=True)
 class Verdict:
     """What was found: how often each anomaly, with the first few examples."""
@@ -117,6 +132,12 @@ class Verdict:
     repeats: int = 0
     repeats_of_replays: int = 0
     """How many of the repeats are of messages that operators have sent again."""
+    lost: int = 0
+    """At-most-once: committed events that are on no topic."""
+    late: int = 0
+    """At-most-once: events that have arrived behind later ones of their key, and were not sent behind them."""
+    given_up: dict[str, set[int]] = field(default_factory=dict)
+    """The events of which a group has recorded that it may lack the effect, and lacks it."""
     dead: int = 0
     blocked: int = 0
     """Events that wait behind a dead letter of their key, as their route wants it."""
@@ -147,14 +168,18 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.sound:
-            return f"sound: {self.messages} messages, {self.committed} committed, {self.repeats} repeats"
+            what = f"{self.lost} lost" if self.lost else f"{self.repeats} repeats"
+            return f"sound: {self.messages} messages, {self.committed} committed, {what}"
         lines = [f"{name} ({count}): " + "; ".join(self.examples[name]) for name, count in self.counts.items()]
         return "\n".join(lines)
 
 
-def check(history: History, bound: RepeatBound) -> Verdict:
-    """Return what is wrong with a history. ``bound`` is EXACTLY_ONCE, or what may be repeated."""
-    checker = _Checker(history, bound)
+def check(history: History, bound: RepeatBound, losses: LossBound | None = None) -> Verdict:
+    """Return what is wrong with a history. ``bound`` is EXACTLY_ONCE, or what may be repeated.
+
+    ``losses``: what may be lost, where the delivery is at-most-once.
+    """
+    checker = _Checker(history, bound, losses)
     checker.read_topics()
     checker.read_copies()
     checker.look_for_missing()
@@ -178,17 +203,18 @@ class _Seen:
 
 
 class _Checker:
-    def __init__(self, history: History, bound: RepeatBound) -> None:
+    def __init__(self, history: History, bound: RepeatBound, losses: LossBound | None) -> None:
         self._history = history
         self._bound = bound
+        self._losses = losses
         self._rows: dict[int, Committed] = {row.event: row for row in history.committed}
         self._dead = frozenset(history.dead)
         self._discarded = frozenset(history.discarded)
         self._waiting = frozenset(history.waiting)
         self._seen: dict[_Item, _Seen] = {}
-        self._last_seq: dict[tuple[object, ...], int] = {}
+        self._last: dict[tuple[object, ...], tuple[int, int]] = {}
         self._partition: dict[tuple[int, str], int] = {}
-        self._late: list[tuple[_Item, str]] = []
+        self._late: list[tuple[_Item, str, bool]] = []
         self._final = Sightings()
         self._strangers: dict[tuple[Place, int], str] = {}
         self.verdict = Verdict(committed=len(self._rows), dead=len(self._dead))
@@ -207,8 +233,8 @@ class _Checker:
             if row is not None:
                 self._compare(message, row)
                 self._count(message, row)
-        for item, example in self._late:
-            if len(self._seen[item].partitions) == 1:
+        for item, example, sent_before in self._late:
+            if len(self._seen[item].partitions) == 1 and not (sent_before and self._may_be_late()):
                 self.verdict.found("reordered", example, audit=None if item[1] else "order")
         self._compare_replays()
         if self._bound.faults and self.verdict.repeats > self._bound.events:
@@ -234,7 +260,7 @@ class _Checker:
         for event in self._dead | gone:
             row = self._rows.get(event)
             copied = row is not None and self._history.kinds[row.kind].dead_letter_topic is not None
-            least = int(copied and event in self._dead | self._discarded)
+            least = int(copied and event in self._dead | self._discarded and self._losses is None)
             # One for each time that it died. A copy is an event like any other: at least once, it may be repeated.
             most = copied * (1 + retried.get(event, 0)) + self._bound.faults
             if not least <= copies[event] <= most:
@@ -264,7 +290,7 @@ class _Checker:
             if (
                 dead is not None
                 and dead < row.seq
-                and self._history.kinds[row.kind].blocks
+                and self._waits(self._history.kinds[row.kind])
                 and (event, None) in self._seen
             ):
                 shown = f"number {row.seq} of {self._name(row)} is published, and number {dead} is dead"
@@ -272,10 +298,7 @@ class _Checker:
             if event in self._waiting:
                 self._look_at_waiting(row, first_dead)
             elif (event, None) not in self._seen and event not in self._dead | self._discarded:
-                if row.poisoned:
-                    self.verdict.found("dead_letters", f"event {event} was to become a dead letter, and is gone")
-                else:
-                    self.verdict.found("lost", f"event {event} ({self._name(row)})", audit="missing")
+                self._look_at_lost(row)
 
     def compare_sightings(self) -> None:
         """Look whether what a reader saw earlier is still there."""
@@ -324,15 +347,20 @@ class _Checker:
             item = (place, offset) if group.per_message else event
             if place[0] in group.topics and event in self._rows and item not in applied and item not in missing:
                 missing.add(item)
+                if group.gave_up(place, offset):
+                    self.verdict.given_up.setdefault(group.name, set()).add(event)
+                    continue
                 shown = f"{group.name}: {place[0]}/{place[1]}@{offset}: event {event} ({self._name(self._rows[event])})"
                 self.verdict.found("unapplied", shown, audit="missing" if group.audited else None)
         for (place, offset), outcome in self._strangers.items():
-            if place[0] in group.topics and outcome == "applied" and (place, offset) not in applied:
+            lacks = place[0] in group.topics and outcome == "applied" and (place, offset) not in applied
+            if lacks and not group.gave_up(place, offset):
                 self.verdict.found("unapplied", f"{group.name}: {place[0]}/{place[1]}@{offset}: a stranger's")
 
     def _compare_dead(self, group: Group, dead: Mapping[tuple[Place, int], int]) -> None:
         """Look whether exactly those messages of strangers are the group's dead letters that it can't apply."""
-        expected = {one for one, outcome in self._strangers.items() if one[0][0] in group.topics and outcome == "dead"}
+        unfit = {one for one, outcome in self._strangers.items() if one[0][0] in group.topics and outcome == "dead"}
+        expected = {one for one in unfit if not group.gave_up(*one)}
         self.verdict.refused[group.name] = len(dead)
         for place, offset in expected | dead.keys():
             times = dead.get((place, offset), 0)
@@ -393,12 +421,17 @@ class _Checker:
             return
         seen.partitions += (message.partition,)
         place = (*line, message.replay, message.partition)
-        last = self._last_seq.get(place, 0)
+        last, sent = self._last.get(place, (0, 0))
         if row.seq >= last:
-            self._last_seq[place] = row.seq
-        elif kind.blocks or message.replay is not None or row.event not in self._history.retried:
+            self._last[place] = row.seq, message.milliseconds
+        elif self._waits(kind) or message.replay is not None or row.event not in self._history.retried:
             behind = f"number {row.seq} of {self._name(row)} appears behind number {last}"
-            self._late.append((item, f"{_at(message)}: {behind}" + (", replayed" if message.replay else "")))
+            shown = f"{_at(message)}: {behind}" + (", replayed" if message.replay else "")
+            self._late.append((item, shown, self._losses is not None and message.milliseconds <= sent))
+
+    def _may_be_late(self) -> bool:
+        self.verdict.late += 1
+        return self._losses is not None and self.verdict.late <= self._losses.late
 
     def _compare_replays(self) -> None:
         """Compare the messages of replays with what operators have sent again."""
@@ -415,21 +448,35 @@ class _Checker:
             self.verdict.found("invented", f"{sent} events were replayed, {len(found)} are there", len(found) - sent)
 
     def _look_at_dead(self, row: Committed, what: str) -> None:
-        if not row.poisoned:
+        beside = self._losses is not None and self._history.kinds[row.kind].dead_letter_topic is not None
+        if not (row.poisoned or beside):
             self.verdict.found("dead_letters", f"event {row.event} is {what}, and could have been published")
         # At least once, a relay that died may have published it while the topic took it.
         may_be_both = self._bound.faults and self._history.kinds[row.kind].mended
         if (row.event, None) in self._seen and not may_be_both:
             self.verdict.found("dead_letters", f"event {row.event} is {what}, and published")
 
+    def _look_at_lost(self, row: Committed) -> None:
+        self.verdict.lost += 1
+        if self._losses is not None and self.verdict.lost <= self._losses.lost:
+            return
+        if row.poisoned and self._losses is None:
+            self.verdict.found("dead_letters", f"event {row.event} was to become a dead letter, and is gone")
+        else:
+            self.verdict.found("lost", f"event {row.event} ({self._name(row)})", audit="missing")
+
     def _look_at_waiting(self, row: Committed, first_dead: Mapping[tuple[int, str], int]) -> None:
         behind = first_dead.get((row.kind, row.key))
         if (row.event, None) in self._seen:
             self.verdict.found("stuck", f"event {row.event} is published, and still in the outbox")
-        elif self._history.kinds[row.kind].blocks and behind is not None and behind < row.seq:
+        elif self._waits(self._history.kinds[row.kind]) and behind is not None and behind < row.seq:
             self.verdict.blocked += 1
         else:
             self.verdict.found("stuck", f"event {row.event} ({self._name(row)})")
+
+    def _waits(self, kind: Kind) -> bool:
+        """Return whether a key waits for its dead letters."""
+        return kind.blocks and self._losses is None
 
     def _name(self, row: Committed) -> str:
         return f"{self._history.kinds[row.kind].name}/{row.key}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ NAMES: Final = frozenset(
 """The failpoints that the relay has."""
 
 Source = Literal["polling", "wal"]
-Delivery = Literal["at-least-once", "exactly-once"]
+Delivery = Literal["at-most-once", "at-least-once", "exactly-once"]
 Consumers = Literal["inbox", "spark"]
 
 RELAYS: Final = 3
@@ -70,6 +69,8 @@ _ACTS: Final = {
     "delivery": 1,
     "lanes": 1,
 }
+# At-most-once reads no WAL, keeps no archive, and what is lost is counted.
+_NOT_LOSSY: Final = frozenset({"replay", "switch", "delivery", "retention"})
 LANES: Final = (4, 7, 64, 256)
 """How many lanes an outbox has."""
 
@@ -91,7 +92,8 @@ ONCE_AFTER_SECONDS: Final = 15.0
 """So long after the last at-least-once relay has ended, nothing that it has sent arrives any more."""
 
 REQUESTS: Final = ("produce", "init_producer_id", "metadata", "add_partitions_to_txn", "end_txn")
-"""The last two are of transactions only."""
+"""The second one is of idempotent producers only, the last two are of transactions."""
+_WEIGHTS: Final = {"at-most-once": (4, 0, 1, 0, 0), "at-least-once": (4, 1, 1, 0, 0), "exactly-once": (4, 1, 1, 2, 4)}
 ACTIONS: Final = ("drop_request", "drop_response", "duplicate_request", "delay_request", "delay_response")
 
 
@@ -110,8 +112,12 @@ class Configuration:
 
     @property
     def audited(self) -> bool:
-        """Return whether relays keep an archive, by which operators replay and the audit compares."""
-        return self.operators or self.traces
+        """Return whether there is an archive, or at-most-once a ledger, by which the audit compares."""
+        return self.operators or self.traces or self.lossy
+
+    @property
+    def lossy(self) -> bool:
+        return self.delivery == "at-most-once"
 
     def __str__(self) -> str:
         return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"
@@ -186,9 +192,10 @@ class Course:
     member_faults: tuple[Fault, ...] = ()
     """What strikes the consumers, in the calm too."""
 
-    def counts(self) -> dict[str, int]:
-        """Return how many faults of each kind there are."""
-        return dict(sorted(Counter(fault.name for fault in self.faults).items()))
+    @property
+    def gives_up(self) -> bool:
+        """Return whether the group in Postgres is at-most-once too: two seeds of four."""
+        return self.configuration.lossy and (self.seed + 1) // 2 % 2 == 1
 
     @property
     def retention(self) -> bool:
@@ -234,7 +241,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         calm_at = at + _AFTER_PROMOTION_SECONDS
     faults = [_around(each, calm_at, calm) for each in faults]
     acts = [*_acts(seed, configuration, (calm_at, calm_at + calm), standby=standby)]
-    if configuration.operators and seed % 5 == 4:
+    if configuration.operators and seed % 5 == 4 and not configuration.lossy:
         acts += [Act(round(part * configuration.seconds, 1), "retention") for part in _RETENTION]
     # Few events a lane, where its steps are to be explained.
     lanes = 256 if seed % 2 or configuration.traces else 4
@@ -322,10 +329,11 @@ def _fault(chance: random.Random, at: float, name: str, configuration: Configura
         case "kafka_cut":
             return Fault(at, name, chance.randrange(configuration.brokers))
         case "kafka_requests":
-            weights = (4, 1, 1, 2, 4) if configuration.delivery == "exactly-once" else (4, 1, 1, 0, 0)
-            request = chance.choices(REQUESTS, weights)[0]
+            request = chance.choices(REQUESTS, _WEIGHTS[configuration.delivery])[0]
             times = chance.randint(1, 4)
-            return Fault(at, name, 0, 2.0, request, chance.choice(ACTIONS), times)
+            # Only an idempotent producer is safe from a network that doubles requests.
+            actions = [each for each in ACTIONS if not configuration.lossy or each != "duplicate_request"]
+            return Fault(at, name, 0, 2.0, request, chance.choice(actions), times)
         case _:
             return Fault(at, name)
 
@@ -353,17 +361,16 @@ def _acts(seed: int, configuration: Configuration, calm: tuple[float, float], *,
     """
     if not configuration.operators:
         return
+    left_out = _NOT_LOSSY if configuration.lossy else frozenset()
+    if standby:
+        # A slot that was made a moment ago is not on the standby yet, and is gone with the primary.
+        left_out |= {"switch", "lanes"} if configuration.source == "wal" else {"switch"}
     chance = _chance(seed, configuration, "acts")
     at = 3.0 + chance.uniform(0, 2)
     deck: list[str] = []
     while at < configuration.seconds - 1:
         if not deck:
-            deck = [name for name, count in _ACTS.items() for _ in range(count)]
-            if standby:
-                # A slot that was made a moment ago is not on the standby yet, and is gone with the primary.
-                deck.remove("switch")
-                if configuration.source == "wal":
-                    deck.remove("lanes")
+            deck = [name for name, count in _ACTS.items() if name not in left_out for _ in range(count)]
             chance.shuffle(deck)
             if "lanes" in deck and chance.random() < _LANES_EARLY:
                 deck.remove("lanes")

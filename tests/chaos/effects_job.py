@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-from chaos.payments import ATOMIC, GROUP, payments
-from spark_jobs import ConsumerJob
+from chaos.payments import ATOMIC, DELIVERY, GROUP, payments
+from spark_jobs import ConsumerJob, Dedup, OffsetsOnly
 
+_LOSSY = os.environ.get(DELIVERY) == "at-most-once"
 job = ConsumerJob(
     group=GROUP,
     topics=["given-by-the-command"],
@@ -14,4 +15,6 @@ job = ConsumerJob(
     "SELECT message_id, message_topic, message_part, message_offset FROM batch ORDER BY message_offset; "
     + payments.reserve(),
     atomic="batch" if os.environ.get(ATOMIC) == "batch" else "partition",
+    delivery="at-most-once" if _LOSSY else "exactly-once",
+    strategy=OffsetsOnly() if _LOSSY else Dedup(),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import psutil
 from kafka_proxy import Action, KafkaProxy
 from proxy import TcpProxy
 from standby import Standby
-from support import MUTANT
+from support import MUTANT, logged
 from threads import Threads
 
 from chaos.course import RELAYS, Course, Fault
@@ -357,6 +358,20 @@ class ServerHand(Hand[Fault]):
         servers.postgres.kill()
         servers.standby.promote()
         servers.postgres, servers.standby = servers.standby, None
+
+
+def loss_bound_of(done: Sequence[Fault], relays: Relays, turn_events: int, brokers: int) -> tuple[int, int]:
+    """Return how many events may be lost at most once, and how many may come late, for the checker.
+
+    Relays count what is not acknowledged in time, and what comes late all the same; but not the turn in flight of one
+    that is killed, or that has abandoned it. Nor what another broker is to lead: it is sent again; and what was
+    acknowledged is lost if its leader fails before a replica has it.
+    """
+    said = sum(line["events"] for relay in relays.all for line in logged(relay, '"events may be lost'))
+    # The status of a relay that has abandoned its turn is 1.
+    killed = sum(not relay.running and relay.wait() in {-signal.SIGKILL, 1} for relay in relays.all)
+    led = RELAYS * sum(fault.name.startswith("broker") for fault in done)
+    return said + turn_events * (killed + led * (brokers > 1)), said + turn_events * (killed + led)
 
 
 def bound_of(done: Sequence[Fault], relays: Relays, turn_events: int) -> tuple[int, int, int]:

@@ -46,7 +46,7 @@ class Message(NamedTuple):
     """One message, as a reader of what is committed finds it. ``event`` is None where the id is not of this run.
 
     ``replay``: the header that marks an archived event that was sent again. ``stranger``: another program has written
-    it, and this is to become of it: ``dead`` or ``applied``.
+    it, and this is to become of it: ``dead`` or ``applied``. ``milliseconds``: when its producer took it.
     """
 
     event: int | None
@@ -57,6 +57,7 @@ class Message(NamedTuple):
     digest: bytes
     replay: str | None = None
     stranger: str | None = None
+    milliseconds: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,7 @@ class Group:
     by_key       whether only the effects of each key are in order, and not those of each partition.
     dead         how often each message became a dead letter; None: that is another group's.
     audited      whether `outbox audit` knows the group: its positions and ids are in Postgres.
+    losses       at-most-once: the ranges of offsets that it has recorded as given up.
     """
 
     name: str
@@ -231,6 +233,11 @@ class Group:
     by_key: bool = False
     dead: Mapping[tuple[Place, int], int] | None = None
     audited: bool = False
+    losses: Mapping[Place, Sequence[range]] = field(default_factory=dict)
+
+    def gave_up(self, place: Place, offset: int) -> bool:
+        """Return whether the group has recorded that it may lack the effect of a message."""
+        return any(offset in lost for lost in self.losses.get(place, ()))
 
 
 @dataclass(slots=True)

@@ -44,7 +44,9 @@ def main() -> None:
 
 
 def _consume(given: dict[str, Any]) -> None:
-    Consumer(given.pop("database"), given.pop("topics"), **given, on_failure="dead-letter").run(_apply)
+    if given["delivery"] == "exactly-once":
+        given["on_failure"] = "dead-letter"
+    Consumer(given.pop("database"), given.pop("topics"), **given).run(_apply)
 
 
 def _transform(given: dict[str, Any]) -> None:

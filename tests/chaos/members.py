@@ -23,7 +23,7 @@ from chaos.course import Course, Fault
 from chaos.faults import Hand, program
 from chaos.history import Effect, EventIds, Group, Place
 from chaos.member import FROM
-from chaos.payments import ATOMIC, GROUP, PROVIDER, TABLE, TOPICS, ChaosProvider
+from chaos.payments import ATOMIC, DELIVERY, GROUP, PROVIDER, TABLE, TOPICS, ChaosProvider
 from chaos.reading import LiveReader, headers, read_all
 from chaos.stage import Stage
 from outbox._app import migrate as db
@@ -44,7 +44,13 @@ _SETTLED: Final = "SELECT event_id::text, topic, part, at, outcome FROM settled 
 _DEAD: Final = "SELECT topic, part, message_offset FROM consumer.dead_letters WHERE grp = %s"
 _POSITIONS: Final = "SELECT topic, part, next_offset FROM consumer.offsets WHERE grp = %s"
 _RESERVED: Final = "SELECT message_id::text, message_offset, topic, part, order_key FROM consumer.reservations"
-_UNSETTLED: Final = "SELECT count(*) FROM consumer.reservations WHERE state NOT IN ('confirmed', 'cancelled')"
+# With what a member at-most-once has in hand, which is behind its position.
+_UNSETTLED: Final = """
+SELECT (SELECT count(*) FROM consumer.reservations WHERE state NOT IN ('confirmed', 'cancelled'))
+       + (SELECT count(*) FROM consumer.offsets WHERE unconfirmed_from IS NOT NULL)"""
+_GIVEN_UP: Final = (
+    "SELECT topic, part, first_offset, end_offset FROM consumer.losses WHERE grp = %s AND kind = 'given-up'"
+)
 _STANDS_STILL_SECONDS: Final = 60.0
 _KAFKA: Final = {
     "session.timeout.ms": 6000,
@@ -70,6 +76,7 @@ class Members:
         self._transform_group = stage.topics.name("results")
         self._roles = _WITH_SPARK if course.configuration.consumers == "spark" else _ROLES
         self._atomic = "batch" if course.seed // 2 % 2 else "partition"
+        self._delivery = "at-most-once" if course.gives_up else "exactly-once"
         self._opened = ExitStack()
         self._provider = ChaosProvider(course.seed)
         self._started = 0
@@ -161,10 +168,16 @@ class Members:
         ids = self._stage.ids
         calls = [Effect(ids.event(event_id), (topic, part), at) for event_id, topic, part, at, _ in settled]
         results = read_all(self._stage.topics, [self._stage.results], lambda message: _result(message, ids))
+        losses: dict[Place, list[range]] = {}
+        for topic, part, first, end in connection.execute(_GIVEN_UP, (GROUP,)):
+            losses.setdefault((topic, part), []).append(range(first, end))
+        # At-most-once the audit has no ids of what was applied.
+        audited = self._delivery == "exactly-once"
         return [
-            Group(GROUP, self._topics, _effects(connection, ids), dead=letters, audited=True),
+            Group(GROUP, self._topics, _effects(connection, ids), dead=letters, audited=audited, losses=losses),
             Group("results", self._topics, results, per_message=True, by_key=True, dead=refused),
-            Group("payments", paid, calls, by_key=True),
+            # Calls are reserved with the effects.
+            Group("payments", paid, calls, by_key=True, losses=losses),
         ]
 
     def compare_with_provider(self, connection: psycopg.Connection[Any], verdict: Verdict) -> None:
@@ -197,6 +210,7 @@ class Members:
             PROVIDER: self._provider.url,
             TOPICS: ",".join(self._stage.limited_topics),
             ATOMIC: self._atomic,
+            DELIVERY: self._delivery,
         }
         # A group of its own: Spark has children.
         return subprocess.Popen(
@@ -214,6 +228,7 @@ class Members:
         if role == "inbox":
             more: Mapping[str, Any] = {"wait": [0.05, 0.5], "idle_seconds": 5.0, "most_dead": 10_000}
             given |= {"database": self._stage.settings["database_url"], "group": GROUP, **more}
+            given["delivery"] = self._delivery
         else:
             # Readers wait for so long where a member was killed.
             given |= {"group": self._transform_group, "transaction_seconds": 6.0}

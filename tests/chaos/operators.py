@@ -100,7 +100,7 @@ class OperatorHand(Hand[Act]):
         self._changed_at = 0.0
         self.delivery: str = course.configuration.delivery
         self.once = [OnceSpan()] if self.delivery == "exactly-once" else []
-        self.mixed = self.delivery != "exactly-once"
+        self.mixed = self.delivery == "at-least-once"
         """Whether at-least-once relays ran at any time."""
         self.outcomes: Counter[str] = Counter()
         """How often each act had its effect, and under "… in vain" how often it had none."""

@@ -16,9 +16,9 @@ from provider import Provider
 from outbox.external import External, HttpCall
 
 GROUP: Final = "effects"
-PROVIDER, TOPICS, ATOMIC = "CHAOS_PROVIDER", "CHAOS_PAID_TOPICS", "CHAOS_ATOMIC"
+PROVIDER, TOPICS, ATOMIC, DELIVERY = "CHAOS_PROVIDER", "CHAOS_PAID_TOPICS", "CHAOS_ATOMIC", "CHAOS_DELIVERY"
 """Environment variables: the provider's address, the topics with a comma between them, and what Spark's job applies
-in one transaction."""
+in one transaction, and by which delivery."""
 TABLE: Final = """
 CREATE TABLE settled (number bigint GENERATED ALWAYS AS IDENTITY, event_id uuid, topic text, part integer, at bigint,
                       outcome text)"""

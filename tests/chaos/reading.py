@@ -66,6 +66,7 @@ def to_message(message: confluent_kafka.Message, ids: EventIds) -> Message:
         digest_of(message.value(), named.get("content-type")),
         named.get(REPLAY),
         named.get(STRANGER),
+        message.timestamp()[1],
     )
 
 

@@ -17,9 +17,9 @@ import confluent_kafka
 import psycopg
 
 from chaos.audit import compare_with_audit
-from chaos.checker import EXACTLY_ONCE, RepeatBound, Verdict, check
+from chaos.checker import EXACTLY_ONCE, LossBound, RepeatBound, Verdict, check
 from chaos.course import KIND_NAMES, Course
-from chaos.faults import RelayHand, Relays, ServerHand, bound_of
+from chaos.faults import RelayHand, Relays, ServerHand, bound_of, loss_bound_of
 from chaos.history import Committed, EventIds, History, Message, Place
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
@@ -106,6 +106,9 @@ class Result:
             "strangers": self.verdict.strangers,
             "refused": self.verdict.refused,
             "repeats": self.verdict.repeats,
+            "lost": self.verdict.lost,
+            "late": self.verdict.late,
+            "given_up": {name: len(events) for name, events in self.verdict.given_up.items()},
             "anomalies": dict(self.verdict.counts),
             "examples": self.verdict.examples,
             **_percentiles("recovery", self.first_reads),
@@ -200,10 +203,14 @@ class _Run:
         bound = EXACTLY_ONCE
         if operators.mixed:
             bound = RepeatBound(*bound_of(done, relays, self.stage.turn_events))
-        result.verdict = self._check(load, reader, operators, members, bound)
+        losses = None
+        if course.configuration.lossy:
+            brokers = course.configuration.brokers
+            losses = LossBound(*loss_bound_of(done, relays, self.stage.turn_events, brokers))
+        result.verdict = self._check(load, reader, operators, members, bound, losses)
         if course.configuration.audited:
             moved = any(name.startswith("partitions") for name in operators.outcomes)
-            compare_with_audit(self.stage, result.verdict, bound, sure=not moved)
+            compare_with_audit(self.stage, result.verdict, bound, sure=not moved, losses=losses)
         if course.configuration.traces:
             delivery = course.configuration.delivery
             result.explained = compare_with_specification(self.steps, delivery, self.seen, result.verdict)
@@ -237,7 +244,13 @@ class _Run:
         return seconds
 
     def _check(
-        self, load: Workload, reader: LiveReader, operators: OperatorHand, members: Members, bound: RepeatBound
+        self,
+        load: Workload,
+        reader: LiveReader,
+        operators: OperatorHand,
+        members: Members,
+        bound: RepeatBound,
+        losses: LossBound | None,
     ) -> Verdict:
         stage = self.stage
 
@@ -270,7 +283,7 @@ class _Run:
                 once=operators.once,
                 groups=members.groups(connection),
             )
-            verdict = check(history, bound)
+            verdict = check(history, bound, losses)
             members.compare_with_provider(connection, verdict)
             return verdict
 

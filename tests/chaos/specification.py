@@ -6,8 +6,9 @@ most and in which nothing was refused (the specification of a trace knows no ref
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -45,12 +46,20 @@ def compare_with_specification(
             parts = [(lines, [event for events in seen.values() for event in events])]
         short = [(part, events) for part, events in parts if traces.events(part, lane) <= _EVENTS]
         for part, events in short:
-            try:
-                explained["steps"] += traces.check(part, lane, events)
-            except traces.NotExplained as error:
-                verdict.found("unexplained", str(error))
+            explained.update(_explain(part, lane, events, verdict))
         if short:
             explained.update(lanes=1, holders=len(holders[lane]))
     if not explained["steps"] and "unexplained" not in verdict.counts:
         verdict.found("unexplained", "nothing is short enough and without refusals")
     return dict(explained)
+
+
+def _explain(part: Sequence[traces.Line], lane: int, events: Sequence[str], verdict: Verdict) -> dict[str, int]:
+    """Return how many steps TLC has explained. It may take too long: then nothing is known of them."""
+    try:
+        return {"steps": traces.check(part, lane, events)}
+    except traces.NotExplained as error:
+        verdict.found("unexplained", str(error))
+    except subprocess.TimeoutExpired:
+        return {"given up": 1}
+    return {}

@@ -30,6 +30,7 @@ from outbox.sandbox.errors import ServiceError
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import USER, PostgresServer
 from outbox.testing.fixtures import Topics, migrate
+from relay.audit import ledger
 
 # Small batches: many turns. With 256 lanes each has its part of them.
 _BATCH: Final = {4: 200, 256: 1000}
@@ -50,6 +51,9 @@ _POSTGRES: Final = {"fsync": "off", "wal_writer_delay": "2s", "max_connections":
 _ARCHIVED_BEFORE: Final = """
 INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, published_at)
 SELECT 0, 0, gen_random_uuid(), 'Before', 'k', 'E', at, at FROM (SELECT now() - interval '3 hours' AS at) AS before"""
+
+# At-most-once there is no archive; the ledger knows what was written.
+_COUNTED_BEFORE: Final = "UPDATE outbox.ledger_state SET since = since - interval '3 hours'"
 
 
 class KafkaSite:
@@ -197,6 +201,9 @@ class Stage:
         prepare(url)
         with psycopg.connect(url) as connection:
             connection.execute(_ARCHIVED_BEFORE)
+            if self._course.configuration.lossy:
+                ledger.turn_on(connection, "outbox", None)
+                connection.execute(_COUNTED_BEFORE)
         proxies = [self._opened.enter_context(TcpProxy("127.0.0.1", primary.port))]
         synced_slots = self._course.configuration.source == "wal"
         servers = Servers(primary, self._site.cluster, proxies, self._site.proxies)
@@ -269,6 +276,6 @@ class Stage:
             "failures__max_backoff_seconds": 1,
             "kafka__reconnect_backoff_max_ms": 500,
         }
-        if configuration.audited:
+        if configuration.audited and not configuration.lossy:
             settings["relay__archive_days"] = 1
         return settings

@@ -39,6 +39,8 @@ class Strangers(Threads):
 
     def __init__(self, stage: Stage, course: Course) -> None:
         self._all = course.configuration.consumers != "spark"
+        # Where only the ledger knows what was written, an audit takes records without a source for lost events.
+        self._source = {b"ce_source": b"/strangers"} if course.configuration.lossy else {}
         self._topics = stage.topics
         self._small = stage.limited_topics
         self._names = stage.first_topics
@@ -106,6 +108,7 @@ class Strangers(Threads):
         while not self._stop.wait(chance.uniform(*_PAUSE)):
             topic = chance.choice(self._names)
             drawn = [_marked(chance, each) for each in chance.choices(MESSAGES, k=chance.randint(1, _MOST))]
+            drawn = [replace(each, headers={**self._source, **each.headers}) for each in drawn]
             yield topic, [each for each in drawn if self._is_for(topic, each)]
 
     def _is_for(self, topic: str, message: HostileMessage) -> bool:

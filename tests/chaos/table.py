@@ -24,7 +24,7 @@ Jepsen's Kafka workload.
   With three brokers: three replicas, two in sync; networks fail to one of them.
 - Operators: commands discard and retry dead letters, pause and resume, replay the archive, add partitions, switch the
   source, change the delivery and the number of lanes; in some runs records that all have read are deleted from Kafka.
-  The table names the first source and delivery.
+  The table names the first source and delivery. (At-most-once without archive, WAL, or another delivery.)
 - Consumers: two members of an inbox group (or of `outbox consume --continuous`), two of a transformer from topic to
   topic, and two callers of a payment provider, under the same faults. The provider refuses some calls, and loses some
   requests and answers.
@@ -37,7 +37,10 @@ Jepsen's Kafka workload.
 - Anomalies: lost, duplicated, aborted, reordered, in a wrong partition, corrupted, misrouted, invented, unstable,
   wrong dead letters, stuck; not applied, applied twice, or out of order. A discarded event must be on no topic, and a
   replay must repeat what its audit lists.
-- Repeats: under at-least-once a fault must explain each; under exactly-once each is an anomaly.
+- Repeats: under at-least-once a fault must explain each; under exactly-once and at-most-once each is an anomaly.
+- Lost: under at-most-once what faults explain; the audit, with the ledger, must find as many. In half of these runs the
+  inbox is at-most-once too, and must have recorded the messages without an effect: the audit names the same events. A
+  late event of a key must have been sent before, and be one that a broker refused or was given up.
 - Recovery: seconds from the end of a fault until an event is read that was committed after it. Caught up: until
   everything that was in the outbox then is published. Applied: from the end of a consumer's fault until the effect of
   an event is there that was committed after it. All include later faults.
@@ -83,7 +86,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     by_configuration: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         by_configuration[tuple(row.get(name, default) for name, default in _CONFIGURATION.items())].append(row)
-    columns = (*_CONFIGURATION, "runs", "events", "faults", "repeats", *_TIMES, "in time", "anomalies")
+    columns = (*_CONFIGURATION, "runs", "events", "faults", "repeats", "lost", *_TIMES, "in time", "anomalies")
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
     for configuration, runs in sorted(by_configuration.items()):
@@ -94,6 +97,7 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
             f"{sum(row['events'] for row in runs):,}",
             sum(sum(row["faults"].values()) for row in runs),
             f"{sum(row['repeats'] for row in runs):,}",
+            f"{sum(row.get('lost', 0) for row in runs):,}",
             *(_seconds(runs, figure) for figure in _TIMES.values()),
             _in_time(runs),
             f"**{anomalies}**" if anomalies else "none",

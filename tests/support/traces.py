@@ -39,7 +39,8 @@ CONSTRAINT Fits
 INVARIANTS {promises} NotExplained
 """
 _PROMISES: Final = "OrderOfAKey NoLoss OneMaySettle NothingLeftBehind"
-_FITS: Final = re.compile(r'<<"fits", (\d+), \[(.*?)\], <<(.*?)>>>>')
+# TLC breaks what is long into lines.
+_FITS: Final = re.compile(r'<<\s*"fits",\s*(\d+),\s*\[(.*?)\],\s*<<(.*?)>>\s*>>', re.DOTALL)
 
 
 class NotExplained(AssertionError):
@@ -152,7 +153,12 @@ def _of_lane(lines: Sequence[Line], lane: int) -> dict[str, list[Line]]:
     for own in steps.values():
         if own[-1]["step"] != "closed":
             own.append({**own[-1], "step": "killed", "ids": [], "since": own[-1]["at"]})
-    return {relay: own for relay, own in steps.items() if any("lane" in line for line in own)}
+    own_steps = {relay: own for relay, own in steps.items() if any("lane" in line for line in own)}
+    taken = [line for own in own_steps.values() for line in own if line["step"] == "taken"]
+    for epoch in sorted({*range(1, max(line["epoch"] for line in taken))} - {line["epoch"] for line in taken}):
+        # Whoever took the lane under it was gone before its worker knew of that: it has done nothing else.
+        own_steps[f"unseen {epoch}"] = [{**taken[0], "epoch": epoch, "at": lines[-1]["at"], "since": lines[0]["since"]}]
+    return own_steps
 
 
 def _steps(steps: Mapping[str, Sequence[Line]], relay: str, numbers: Mapping[int, int]) -> str:

@@ -221,14 +221,14 @@ May_read(r, l) ==
 
 \* polling/reader.py, read and _freed: the lowest rows above the mark whose key does not wait, or one that is due. A row
 \* that should wait for a failure, as far as is known, is taken back: the failure is gone.
-Read(r, l) ==
+Read(r, l, most) ==
     LET h == relay[r].lanes[l]
         mine == {e \in pg.rows : LaneOf(e) = l} \ Range(h.pending)
         due == {e \in mine : pg.failures[e] = "due" /\ ~Waits(Failing(l), e)}
         others == {e \in mine : /\ e > h.mark
                                 /\ h.known # {} => e \notin Failing(l) /\ ~Waits(Failing(l), e)}
     IN /\ ~Wal /\ May_read(r, l)
-       /\ \E found \in {<<e>> : e \in due} \cup (IF others = {} THEN {} ELSE {First(others, BatchSize)}) :
+       /\ \E found \in {<<e>> : e \in due} \cup (IF others = {} THEN {} ELSE {First(others, most)}) :
             relay' = [relay EXCEPT ![r].lanes[l] =
                 IF Wrong # "freed_key_overtakes" /\ \E e \in Range(found) : Waits(h.known, e)
                 THEN Looked(h, l)

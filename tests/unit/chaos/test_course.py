@@ -31,6 +31,7 @@ CONFIGURATIONS = [
     Configuration(source, delivery, brokers)
     for source, delivery, brokers in product(("polling", "wal"), ("at-least-once", "exactly-once"), (1, 3))
 ]
+LOSSY = Configuration("polling", "at-most-once", 3)
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS[::7], ids=str)
@@ -109,6 +110,23 @@ def test_keys_are_freed_after_a_calm_in_which_nothing_was_struck_and_none_was_fr
         moved += [act.at for act in course.acts if act.name in {"switch", "delivery", "pause", "drain", "retry"}]
         calm = [at for at in frees if not any(at - 12 < other < at for other in moved)]
         assert any(not any(at - BLOCKED_SECONDS < other < at for other in frees) for at in calm)
+
+
+def test_at_most_once_nothing_is_done_that_it_does_not_promise_to_bear():
+    found = [course_of(seed, LOSSY) for seed in range(1, 21)]
+    acts = {act.name for course in found for act in course.acts}
+    assert acts == ACTS - {"replay", "switch", "delivery", "retention"}
+    requests = {(fault.request, fault.action) for course in found for fault in course.faults if fault.request}
+    assert {request for request, _ in requests} == {"produce", "metadata"}
+    assert ("produce", "delay_request") in requests
+    assert "duplicate_request" not in {action for _, action in requests}
+    armed = " ".join(text for course in found for text in course.failpoints)
+    assert "txn." not in armed
+    assert "stream." not in armed
+    # The four seeds of the matrix have both kinds of groups, each with both numbers of lanes, and a promotion.
+    assert [course.gives_up for course in found[:4]] == [True, True, False, False]
+    assert [course.standby for course in found[:4]] == [False, False, True, False]
+    assert not any(course_of(seed, CONFIGURATIONS[0]).gives_up for seed in range(1, 5))
 
 
 def test_the_load_has_what_the_relay_must_bear():
