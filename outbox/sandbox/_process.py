@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,7 @@ class Supervised:
         )
         _supervisors.add(self._supervisor)
         self._exit_code: int | None = None
+        self._collecting = threading.Lock()
         message = self._read()
         if "pid" not in message:
             self._supervisor.wait()
@@ -110,9 +112,11 @@ class Supervised:
             self._supervisor.wait(timeout)
         except subprocess.TimeoutExpired:
             return False
-        if self._exit_code is None:
-            self._exit_code = int(self._read().get("exit", -signal.SIGKILL))
-            self._close_pipes()
+        # Several threads may see its end at once.
+        with self._collecting:
+            if self._exit_code is None:
+                self._exit_code = int(self._read().get("exit", -signal.SIGKILL))
+                self._close_pipes()
         return True
 
     def _read(self) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -141,6 +143,25 @@ def test_the_end_of_the_server_is_seen_with_its_status(tmp_path: Path) -> None:
     assert killed.wait(60)
     assert killed.exit_code == -signal.SIGKILL
     killed.signal(signal.SIGTERM)  # nobody there, nobody hurt
+
+
+def test_several_threads_see_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Supervised(SLEEPER, log=tmp_path / "log")
+    read, entered, second = server._read, list[int](), threading.Event()
+
+    def reading() -> dict[str, object]:
+        entered.append(threading.get_ident())
+        if len(entered) > 1:
+            second.set()
+        # Another one that reads, too, is there by then.
+        second.wait(0.5)
+        return read()
+
+    monkeypatch.setattr(server, "_read", reading)
+    server.signal(signal.SIGKILL)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(server.wait, [60.0] * 4)) == [True] * 4
+    assert (len(entered), server.exit_code) == (1, -signal.SIGKILL)
 
 
 def test_the_environment_is_handed_down_and_on_no_command_line(tmp_path: Path) -> None:
