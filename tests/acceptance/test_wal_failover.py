@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from older_postgres import postgres_16
 from proxy import TcpProxy
-from standby import Standby, ask, either, require_standby
+from standby import Standby, ask, either, needs_failover_slots, require_standby
 from support import Load, backlog, check, logged, wait_until
 from wal_support import cdc, done, run_outbox, to_wal
 
@@ -112,6 +112,7 @@ def on_kafka(topics, topic: str, among: set[str] | None = None) -> Counter[str]:
     return counts
 
 
+@needs_failover_slots
 def test_a_synchronous_standby_that_has_the_slot_goes_on(
     private_postgres, outbox_kafka, outbox_relay, wal, kafka_too, order
 ):
@@ -164,6 +165,7 @@ def a_standby_is_called_one(url: str) -> None:
                 ask_it()
 
 
+@needs_failover_slots
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
 def test_a_standby_that_was_behind(private_postgres, outbox_kafka, outbox_relay, wal, kafka_too, order, delivery):
     """Kafka has events that the new primary never saw, and not yet all that it has."""

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 from support import wait_until
 
 from outbox.sandbox import _postmaster
 from outbox.sandbox._dirs import User, identity
-from outbox.sandbox._pgbin import binaries
+from outbox.sandbox._pgbin import binaries, major_version
 from outbox.sandbox.postgres import USER, PostgresServer
 
 PHYSICAL_SLOT = "to_standby"
+needs_failover_slots = pytest.mark.skipif(
+    major_version(binaries(None) / "postgres") < 17, reason="a standby has no failover slots before Postgres 17"
+)
 
 
 def base_backup(primary: PostgresServer, user: User | None, target: Path, *options: str) -> None:

@@ -6,7 +6,7 @@ import random
 
 import psycopg
 import pytest
-from standby import Standby
+from standby import Standby, needs_failover_slots
 from stream_bench import Killed, Outboxed, both, now_at, outboxed, told
 from support import backlog, wait_until
 
@@ -102,6 +102,7 @@ class RandomHistory:
         box.nothing_left()
 
 
+@needs_failover_slots
 def test_the_last_batch_before_a_failover_is_never_published_again(private_postgres):
     """Its marker names a position on the old timeline; its rows settle it, however long another lane holds the slot."""
     primary = private_postgres({"fsync": "off", "autovacuum": "off"})
