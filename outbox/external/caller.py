@@ -10,6 +10,8 @@ transitions.
 | after it, before a claim                        | reserved                   | claimed                              |
 | after the claim, before the call                | calling, past its lease    | called again with the same key       |
 | during the call, done by the provider or not    | the same                   | the same: the provider's key decides |
+| during it Postgres stops, and loses commits     | the same: a claim's COMMIT | the same                             |
+| (synchronous_commit off)                        | is durable                 |                                      |
 | the answer came, killed before COMMIT           | the same                   | the same                             |
 | COMMIT was sent, its answer is lost             | confirmed or cancelled     | nothing: a settled row stays so      |
 | the SQL that goes with it fails                 | reserved, has the response | only the SQL is tried again          |

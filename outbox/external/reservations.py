@@ -19,6 +19,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from outbox._clients.durable import SYNCHRONOUS
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, Interrupted, shown, storable
@@ -109,6 +110,8 @@ UPDATE {reservations}
        key_until = CASE WHEN key_until > now() OR NOT %(keyed)s THEN key_until
                         ELSE least(now(), to_timestamp(%(clock)s)) + make_interval(secs => %(key_seconds)s) END
  WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
+# The claim is the only trace of a call: a server that forgot it would have it made again, without an ``ask``.
+_DURABLY: Final = " RETURNING {synchronous}"
 _GIVE_UP: Final = """
 UPDATE {reservations}
    SET state = 'stuck', unsure = %(unsure)s,
@@ -226,7 +229,7 @@ class Reservations:
                     continue
                 self._run(
                     cursor,
-                    _BEGIN,
+                    _BEGIN + _DURABLY,
                     message_id=row["message_id"],
                     state="cancelling" if state.taking_back else "calling",
                     unsure=unsure,
@@ -385,7 +388,8 @@ class Reservations:
 
     def _run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
         schema = self._external.schema
-        return cursor.execute(statement(schema, query, front=statement(schema, _FRONT)), self._which | values)
+        parts = {"front": statement(schema, _FRONT), "synchronous": sql.SQL(SYNCHRONOUS)}
+        return cursor.execute(statement(schema, query, **parts), self._which | values)
 
 
 @dataclass(frozen=True, slots=True)

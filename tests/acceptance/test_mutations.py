@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import psycopg
 import pytest
 from invariants import Invariant
+from restored import stop_flushing
 from support import (
     MUTANT,
     Load,
@@ -210,13 +211,6 @@ def test_a_key_that_is_freed_while_it_is_written(outbox_postgres, outbox_kafka, 
     }
     in_order = all(numbers == sorted(numbers) for numbers in seen.values())
     assert (set() if in_order else {Invariant.ORDER_OF_A_KEY}) == expected
-
-
-def stop_flushing(url: str) -> None:
-    """Halt the process that flushes the WAL in the background: what nobody else flushes, a crash loses."""
-    with psycopg.connect(url, autocommit=True) as connection:
-        [(pid,)] = connection.execute("SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'").fetchall()
-    os.kill(pid, signal.SIGSTOP)
 
 
 def unflushed(url: str) -> int:

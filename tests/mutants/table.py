@@ -348,6 +348,14 @@ MUTANTS: Final = (
         'key = f"{claim.message_id}{external.key_suffix}-{claim.attempt}"',
         ("tests/integration/outbox/external/test_external.py",),
     ),
+    Mutant(
+        "claim_asynchronous",
+        "once: a crash of the sink does not lose that a call was made",
+        "outbox/external/reservations.py",
+        "_BEGIN + _DURABLY",
+        "_BEGIN",
+        ("tests/integration/outbox/external/test_failures.py",),
+    ),
     # The inbox
     Mutant(
         "stays_paused",

@@ -1,8 +1,10 @@
-"""Earlier states of a private Postgres: restored by its WAL to a point, or a copy of its files."""
+"""Earlier states of a private Postgres: restored by its WAL to a point, a copy of its files, or what a crash leaves."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,3 +78,8 @@ def snapshot(server: PostgresServer) -> Restored:
     shutil.copytree(server.data_dir / "pgdata", copy, symlinks=True)
     server.start()
     return Restored(copy, dict(server._settings))
+
+
+def stop_flushing(url: str) -> None:
+    """Halt the process that flushes the WAL in the background: what nobody else flushes, a crash loses."""
+    os.kill(ask(url, "SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'"), signal.SIGSTOP)

@@ -168,7 +168,8 @@ class Operator:
     def _query(self, part: str, url: str, values: Mapping[str, object]) -> list[dict[str, Any]]:
         query = self._filled(self._only([one for one in self.section.queries if part in one], part), values)
         with psycopg.connect(url, autocommit=True, row_factory=psycopg.rows.dict_row) as connection:
-            return connection.execute(query.encode()).fetchall()
+            cursor = connection.execute(query.encode())
+            return cursor.fetchall() if cursor.description else []
 
     def _done(self, command: str, url: str, values: Mapping[str, object], status: int) -> str:
         answer = self._run(command, url, values)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
+from external_support import Sink, payments, provider
 from inbox_support import Log
 from pgbouncer import PgBouncer
 from proxy import TcpProxy
@@ -27,10 +28,13 @@ from support import MUTANT, await_stops, drained, ends, look_up, wait_until
 from wal_support import streaming
 
 from outbox._app import migrate as db
+from outbox.external import External
 from outbox.inbox.errors import TopicReplaced
 from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
 from relay.tasks.archive import Retention
+
+__all__ = ["provider"]
 
 LAST_ID = "SELECT last_value FROM outbox.events_id_seq"
 
@@ -249,6 +253,61 @@ def test_a_sink_is_restored(follow, private_postgres, outbox_kafka):
                 member.wait(lambda: log.count() >= 520, "it to go on")
                 log.check()
                 assert log.run("SELECT sum(duplicates) FROM consumer.offsets") == [(0,)]
+
+
+@of("A sink was restored to an earlier point")
+def test_a_restored_sink_has_forgotten_calls(follow, private_postgres, provider):
+    """Of each External one that was reserved before the point, and one that was not; all of them were made after it."""
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    db.upgrade_consumer(url)
+    sink = Sink(url)
+    asked, repeated, forgotten = externals = [
+        payments(provider.url, name="asked", ask=True),
+        payments(provider.url, name="repeated"),
+        payments(provider.url, name="forgotten"),
+    ]
+    backup = Backup(primary)
+    for external in externals:
+        sink.reserve(external, [f"{external.name} 1"])
+    point = backup.here()
+    messages = {}
+    for external in externals:
+        sink.reserve(external, [f"{external.name} 2"])
+        assert sink.drain(external) == {"attempts": 2, "confirmed": 2}
+        messages[external.name] = sink.rows(
+            "SELECT message_id, topic, part, message_offset, order_key, 'Ordered', false, order_key, 100 "
+            "FROM consumer.reservations WHERE name = %s ORDER BY id",
+            external.name,
+        )
+    primary.stop(immediate=True)
+    with backup.restore() as restored:
+        sink = Sink(restored.url("outbox"))
+        assert sink.states() == {f"{external.name} 1": "reserved" for external in externals}
+        operator = follow(sink.url)
+        for external in externals:
+            sink.write(external, messages[external.name])
+
+        def since(external: External) -> list[tuple[str, str]]:
+            """Drain, and return the paths and keys that the provider sees."""
+            before = len(provider.requests())
+            counts.append(sink.drain(external))
+            return sorted((path, key) for _, path, key, _ in provider.requests()[before:])
+
+        counts: list[dict[str, int]] = []
+        operator.execute("UPDATE consumer.reservations", TIME=point)
+        keys = {name: [str(row[0]) for row in rows] for name, rows in messages.items()}
+        assert since(asked) == sorted((f"/charges/{key}", key) for key in keys["asked"])
+        assert since(repeated) == sorted(("/charges", key) for key in keys["repeated"])
+        # As of a sink that was restored two days later.
+        older = NOW.replace("clock_timestamp()", "(clock_timestamp() - interval '2 days')")
+        operator.execute("UPDATE consumer.reservations", TIME=ask(sink.url, older))
+        assert since(forgotten) == []
+        assert counts == [{"attempts": 2, "confirmed": 2}, {"attempts": 2, "confirmed": 2}, {"stuck": 2}]
+        assert "may have happened" in ask(
+            sink.url, "SELECT min(last_error) FROM consumer.reservations WHERE state = 'stuck'"
+        )
+        assert provider.standing() == Counter(row[4] for rows in messages.values() for row in rows)
 
 
 def delete(kafka: Topics, topic: str) -> None:

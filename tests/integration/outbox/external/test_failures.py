@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ import psycopg
 import pytest
 from external_support import Sink, in_thread, lease_runs_out, payments, provider, sink
 from nursery import NURSERY, Forked
+from restored import stop_flushing
 from support import wait_until
 
 from outbox._app import migrate as db
@@ -218,6 +220,36 @@ def test_the_database_dies_during_the_call_and_the_answer_waits_for_it(private_p
     server.kill()
     with pytest.raises(ConsumerUnavailable, match="nothing is lost"):
         sink.drain(external, patience=0.1)
+
+
+def test_the_database_loses_commits_during_the_call_but_not_the_claim(private_postgres, provider):
+    """With synchronous_commit off. The claim is the only trace of a call: without it nobody would ask."""
+    server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "10s"})
+    database = private_postgres.database(server)
+    db.upgrade_consumer(database.url)
+    sink = Sink(database.url)
+    external = payments(provider.url, ask=True)
+    provider.tell("o", "done-stall")
+    (message_id,) = sink.reserve(external, ["o"])
+    with sink.connect() as connection:
+        connection.execute("CHECKPOINT")
+    stop_flushing(database.url)
+
+    def drain() -> None:
+        with contextlib.suppress(ConsumerUnavailable):
+            sink.drain(external, patience=0.1)
+
+    thread = in_thread(drain)
+    wait_until(provider.requests, what="the call")
+    server.kill()
+    provider.release()
+    thread.join(60)
+    assert not thread.is_alive()
+    server.start()
+    assert sink.states() == {"o": "calling"}
+    lease_runs_out(sink)
+    assert sink.drain(external) == {"attempts": 1, "confirmed": 1}
+    assert [path for _, path, _, _ in provider.requests()] == ["/charges", f"/charges/{message_id}"]
 
 
 def test_a_caller_does_not_stay_with_one_session_for_ever(sink, provider, monkeypatch):
