@@ -33,7 +33,9 @@ _PREFIX: Final = "outbox_consumer_"
 _PATIENCE: Final = 4.0
 _BUCKETS: Final = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _RESERVATIONS: Final = """
-SELECT topic, part, count(*) AS unsettled, count(*) FILTER (WHERE state = 'stuck') AS stuck
+SELECT topic, part, count(*) AS unsettled, count(*) FILTER (WHERE state = 'stuck') AS stuck,
+       greatest(0, extract(epoch FROM now()
+           - min(next_attempt_at) FILTER (WHERE state <> 'stuck' AND NOT parked))::float8) AS overdue
   FROM {reservations} WHERE grp = %(grp)s AND settled_at IS NULL GROUP BY topic, part"""
 
 _PARTITION: Final = ("group", "topic", "partition")
@@ -52,6 +54,7 @@ _GAUGES: Final = {
 _RESERVED: Final = {
     "reservations_unsettled": ("unsettled", "Calls to other systems that are neither confirmed nor cancelled."),
     "reservations_stuck": ("stuck", "Calls that wait for an operator."),
+    "reservations_overdue_seconds": ("overdue", "How long the oldest due call has waited for a caller."),
 }
 
 

@@ -283,7 +283,9 @@ def metrics_page() -> str:
         + _metrics(storage_metrics(Storage(Disk(0, 0, 0), {}))),
         "### Consumer groups\n\nShown by the same relay, of the groups in the outbox's database or in "
         f"`OUTBOX_RELAY__SINK_URL`: the {MOST} highest values of each. Kafka-to-kafka keeps its offsets in Kafka.\n\n"
-        + _metrics([*group_metrics(GroupLags({}, {}, {}, {})), *count_metrics(GroupCounts({}, {}, {}, {}, {}, {}))]),
+        + _metrics(
+            [*group_metrics(GroupLags({}, {}, {}, {})), *count_metrics(GroupCounts({}, {}, {}, {}, {}, {}, {}))]
+        ),
         "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _list(reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
         + _metrics([*slot, *repairs.collect()]),

@@ -95,6 +95,11 @@ def count_metrics(counts: GroupCounts) -> Iterator[GaugeMetricFamily]:
     for name, text, found in (
         ("dead_letters", "Dead letters of the group that wait for an operator", counts.dead_letters),
         ("calls_stuck", "Calls to other systems that wait for an operator", counts.stuck),
+        (
+            "calls_overdue_seconds",
+            "How long the oldest due call to another system has waited for a caller",
+            counts.overdue_seconds,
+        ),
         ("losses", "Messages or ranges that the group has lost or given up, and that are not accepted", counts.losses),
     ):
         if found is not None:

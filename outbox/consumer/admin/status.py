@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psycopg
 
@@ -29,6 +29,11 @@ SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.rel
                 WHERE n.nspname = %s AND c.relname = 'groups')"""
 _NOW: Final = "SELECT clock_timestamp()"
 _STUCK: Final = "SELECT grp, count(*) FROM {reservations} WHERE state = 'stuck' GROUP BY grp"
+# Callers park what waits for an earlier call of its key. This reads the index `reservations_open` alone.
+_OVERDUE: Final = """
+SELECT grp, extract(epoch FROM now() - min(next_attempt_at))::float8 FROM {reservations}
+ WHERE state IN ('reserved', 'calling', 'cancelling') AND NOT parked AND next_attempt_at <= now() GROUP BY grp"""
+_Figure = TypeVar("_Figure", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class GroupState:
     applied, duplicates, dead   messages since the group began.
     dead_letters    those that wait for a person now; ``retrying`` are tried again in the next round.
     stuck           calls to other systems that wait for a person.
+    overdue_seconds for how long the oldest due call has waited for a caller; 0 if there is none.
     last_progress_at  when an offset last moved.
     standing        partitions that stand still although messages wait in them; None while Kafka is away.
     moving          whether the group has moved an offset within STANDING.
@@ -77,6 +83,7 @@ class GroupState:
     dead_letters: int | None
     retrying: int | None
     stuck: int | None
+    overdue_seconds: float | None
     last_progress_at: dt.datetime | None
     standing: Sequence[StandingPartition] | None
     moving: bool
@@ -101,6 +108,11 @@ class GroupState:
                 found.append(f"group {self.group}: {more} standing still")
         if self.stuck:
             found.append(f"group {self.group}: {counted(self.stuck, 'call')} stuck: `outbox external list`")
+        if (self.overdue_seconds or 0) > STANDING.total_seconds():
+            minutes = int((self.overdue_seconds or 0) / 60)
+            found.append(
+                f"group {self.group}: a call has been due for {minutes} minutes: is `outbox external run` running?"
+            )
         if self.losses:
             losses = "1 loss" if self.losses == 1 else f"{self.losses:,} losses"
             found.append(f"group {self.group}: {losses} to accept: `outbox offsets show`")
@@ -134,7 +146,7 @@ class GroupCounts:
     """What the sink alone says of all groups, by their names.
 
     partitions   the rows of PROGRESS; their dead letters are 0 if the role can't read these.
-    dead_letters, retrying, stuck, losses   None if the role can't read their table.
+    dead_letters, retrying, stuck, overdue_seconds, losses   None if the role can't read their table.
     hidden       the tables that it can't read.
     """
 
@@ -142,6 +154,7 @@ class GroupCounts:
     dead_letters: Mapping[str, int] | None
     retrying: Mapping[str, int] | None
     stuck: Mapping[str, int] | None
+    overdue_seconds: Mapping[str, float] | None
     losses: Mapping[str, int] | None
     hidden: Mapping[str, str]
 
@@ -153,6 +166,7 @@ def read_counts(connection: psycopg.Connection[Any], schema: str) -> GroupCounts
     """
     visible = VisibleTables(connection, schema)
     stuck: Mapping[str, int] = {}
+    overdue: Mapping[str, float] = {}
     losses: Mapping[str, int] = {}
     with clear_errors("counting what waits for an operator"):
         with visible.reading("dead_letters"):
@@ -161,13 +175,14 @@ def read_counts(connection: psycopg.Connection[Any], schema: str) -> GroupCounts
             losses = count_losses(connection, schema)
         with visible.reading("reservations"):
             stuck = dict(connection.execute(statement(schema, _STUCK)).fetchall())
+            overdue = dict(connection.execute(statement(schema, _OVERDUE)).fetchall())
     partitions: dict[str, list[Mapping[str, Any]]] = {}
     for row in progress(connection, schema, letters="dead_letters" not in visible.hidden):
         of_group = partitions.setdefault(row["grp"], [])
         if row["topic"] is not None:
             of_group.append(row)
 
-    def by_group(table: str, count: Callable[[str], int]) -> Mapping[str, int] | None:
+    def by_group(table: str, count: Callable[[str], _Figure]) -> Mapping[str, _Figure] | None:
         return None if table in visible.hidden else {group: count(group) for group in partitions}
 
     return GroupCounts(
@@ -175,6 +190,7 @@ def read_counts(connection: psycopg.Connection[Any], schema: str) -> GroupCounts
         dead_letters=by_group("dead_letters", lambda group: sum(row["dead_letters"] for row in partitions[group])),
         retrying=by_group("dead_letters", lambda group: sum(row["retrying"] for row in partitions[group])),
         stuck=by_group("reservations", lambda group: stuck.get(group, 0)),
+        overdue_seconds=by_group("reservations", lambda group: overdue.get(group, 0.0)),
         losses=by_group("losses", lambda group: losses.get(group, 0)),
         hidden=visible.hidden,
     )
@@ -217,6 +233,7 @@ def look(
                 dead_letters=_of(counts.dead_letters, group),
                 retrying=_of(counts.retrying, group),
                 stuck=_of(counts.stuck, group),
+                overdue_seconds=_of(counts.overdue_seconds, group),
                 last_progress_at=max((row["updated_at"] for row in parts), default=None),
                 standing=None if away else standing.get(group.group, ()),
                 moving=any(row["updated_at"] > now - STANDING for row in parts),
@@ -227,7 +244,7 @@ def look(
     return found, away, counts.hidden
 
 
-def _of(counts: Mapping[str, int] | None, group: Group) -> int | None:
+def _of(counts: Mapping[str, _Figure] | None, group: Group) -> _Figure | None:
     return None if counts is None else counts.get(group.group, 0)
 
 

@@ -326,6 +326,18 @@ def test_a_provider_fails(operator, sink, provider, outbox_kafka):
     assert alarms("orders", sink.url, outbox_kafka) == set()
 
 
+@of("A call is stuck")
+def test_nobody_makes_the_calls(operator, sink, provider, outbox_kafka):
+    external = payments(provider.url)
+    sink.reserve(external, ["o"])
+    assert alarms("orders", sink.url, outbox_kafka) == set()
+    execute(sink.url, "UPDATE consumer.reservations SET next_attempt_at = now() - interval '10 minutes'")
+    assert alarms("orders", sink.url, outbox_kafka) == {"ConsumerEffectOverdue"}
+    assert "1 reserved" in operator.act("outbox external list")
+    sink.drain(external)
+    assert alarms("orders", sink.url, outbox_kafka) == set()
+
+
 def test_every_step_was_taken(request):
     """Runs last; of a section only if all of its tests were to run."""
     every_step_was_taken(request)

@@ -92,8 +92,10 @@ def test_everything_there_is(outbox_postgres, outbox_kafka, served, monkeypatch)
         )
         admin.execute(
             "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, state, request, "
-            "settled_at) SELECT 'g', 'n', gen_random_uuid(), %s, 0, 1, s, '{}', "
-            "CASE s WHEN 'confirmed' THEN now() END FROM unnest('{calling,stuck,confirmed}'::text[]) AS s",
+            "settled_at, next_attempt_at) SELECT 'g', 'n', gen_random_uuid(), %s, 0, 1, s, '{}', "
+            "CASE s WHEN 'confirmed' THEN now() END, "
+            "now() - CASE s WHEN 'calling' THEN 1 ELSE 2 END * interval '1 hour' "
+            "FROM unnest('{calling,stuck,confirmed}'::text[]) AS s",
             (topic,),
         )
     for seconds in (0.3, 0.3, 400):
@@ -117,6 +119,7 @@ def test_everything_there_is(outbox_postgres, outbox_kafka, served, monkeypatch)
         "dead_letters_retrying": 1,
         "reservations_unsettled": 2,
         "reservations_stuck": 1,
+        "reservations_overdue_seconds": pytest.approx(3_600, abs=60),
     }
     # Partition 1 was never read.
     assert samples["lag_messages", "g", topic, "1"] == 1

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 import pytest
@@ -17,12 +17,14 @@ from alerting import collected, firing, firing_by_outbox, scraped
 from confluent_kafka import Producer
 from counting import Counting
 from inbox_support import Log
+from plans import blocks
 from prometheus_client import CollectorRegistry
 from psycopg import sql
 from rows_and_roles import login_role
 from support import IMPATIENT, wait_until
 from typer.testing import CliRunner
 
+from outbox.consumer.admin import status
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.progress import LETTERS
 from outbox.consumer.statements import statement
@@ -238,8 +240,8 @@ def test_a_look_costs_few_statements(watched):
             watched.watch.look()
             selects = [one for one in counting.statements if b"SELECT" in one and b"set_config" not in one]
         # The process, whether there are tables, the groups, their offsets, the clock; whether dead letters can be read,
-        # losses, stuck calls, the partitions with their dead letters.
-        assert len(selects) == 9, selects
+        # losses, stuck calls, calls that are due, the partitions with their dead letters.
+        assert len(selects) == 10, selects
     assert len(watched.watch._found.lags) == len(watched.watch._counts.dead_letters) == 50
 
 
@@ -267,12 +269,29 @@ class Waiting:
             (group, count),
         )
 
-    def called(self, count: int, state: str = "stuck", group: str = "g") -> None:
+    def called(
+        self, count: int, state: str = "stuck", group: str = "g", *, due: float = 0, parked: bool = False
+    ) -> None:
+        """Add calls that have been due for so many seconds, or are from now on."""
         self.admin.execute(
-            "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, request, state) "
-            "SELECT %s, 'pay', gen_random_uuid(), 't', 0, n, '{}', %s FROM generate_series(1, %s) AS n",
-            (group, state, count),
+            "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, request, state,"
+            " taking_back, settled_at, next_attempt_at, parked) "
+            "SELECT %(grp)s, 'pay', gen_random_uuid(), 't', 0, n, '{}', %(state)s, %(state)s = 'cancelling',"
+            " CASE %(state)s WHEN 'confirmed' THEN now() END, now() - %(due)s * interval '1 second', %(parked)s"
+            " FROM generate_series(1, %(count)s) AS n",
+            {"grp": group, "state": state, "due": due, "parked": parked, "count": count},
         )
+
+
+def read_blocks(admin: psycopg.Connection[Any], query: LiteralString) -> int:
+    """Return how many blocks a query of the consumers' tables reads."""
+    explain = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) ") + statement("consumer", query)
+    ((plan,),) = admin.execute(explain).fetchone()
+    return blocks(plan["Plan"])
+
+
+def pages(admin: psycopg.Connection[Any], table: str) -> int:
+    return admin.execute("SELECT pg_relation_size(%s::regclass) / 8192", (table,)).fetchone()[0]
 
 
 def test_what_waits_for_an_operator(watched):
@@ -306,6 +325,30 @@ def test_what_waits_for_an_operator(watched):
     assert watched.waiting() == (1, 1, 0)
     watched.shows = False
     assert watched.waiting() == (None, None, None)
+
+
+def test_calls_that_nobody_makes(watched):
+    """However many there are; not those that are parked, or wait for their next attempt."""
+    waiting = Waiting(watched.admin)
+    waiting.called(1, "calling", due=-60)
+    waiting.called(1, due=HOUR)
+    waiting.called(1, "reserved", due=HOUR, parked=True)
+    watched.look()
+    assert watched.value("calls_overdue_seconds") == 0
+    waiting.called(1, "reserved", due=200)
+    waiting.called(1, "cancelling", due=100)
+    watched.look()
+    assert 200 <= watched.value("calls_overdue_seconds") < 260
+    assert "ConsumerEffectOverdue" not in firing(collected(watched.registry))
+    waiting.called(1, "calling", due=700)
+    watched.look()
+    assert "ConsumerEffectOverdue" in firing(collected(watched.registry))
+    (group,), _, _ = status.look(watched.admin, "consumer", KafkaAdmin(watched.options))
+    assert "group g: a call has been due for 11 minutes: is `outbox external run` running?" in group.problems()
+    waiting.called(100_000, "confirmed", due=700)
+    waiting.called(1_000, "reserved", due=500)
+    watched.admin.execute("VACUUM ANALYZE consumer.reservations")
+    assert read_blocks(watched.admin, status._OVERDUE) < pages(watched.admin, "consumer.reservations") / 20
 
 
 def test_a_missing_right_hides_one_figure(watched):
@@ -348,11 +391,7 @@ def test_a_hundred_thousand_dead_letters_are_counted_without_their_messages(watc
     waiting.dead(100_000)
     waiting.dead(100, state="retry")
     watched.admin.execute("VACUUM ANALYZE consumer.dead_letters")
-    (pages,) = watched.admin.execute("SELECT pg_relation_size('consumer.dead_letters') / 8192").fetchone()
-    explain = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) ") + statement("consumer", LETTERS)
-    ((plan,),) = watched.admin.execute(explain).fetchone()
-    read = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
-    assert read < pages / 5, (read, pages)
+    assert read_blocks(watched.admin, LETTERS) < pages(watched.admin, "consumer.dead_letters") / 5
     watched.look()
     assert watched.waiting() == (100_000, 0, 0)
 

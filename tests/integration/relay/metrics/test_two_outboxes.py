@@ -67,6 +67,7 @@ CONSUMER: Samples = {
     f"outbox_consumer_uncommitted_messages{OF_PARTITION}": 0,
     f"outbox_consumer_dead_letters_waiting{OF_PARTITION}": 0,
     f"outbox_consumer_reservations_stuck{OF_PARTITION}": 0,
+    f"outbox_consumer_reservations_overdue_seconds{OF_PARTITION}": 60,
 }
 # The relay sees these whether their consumers run or not.
 OF_INBOX = '{group="inbox",topic="t",partition="0"}'
@@ -76,12 +77,14 @@ GROUPS: Samples = {
     'outbox_group_last_progress_timestamp_seconds{group="g"}': NOW,
     'outbox_group_dead_letters{group="g"}': 0,
     'outbox_group_calls_stuck{group="g"}': 0,
+    'outbox_group_calls_overdue_seconds{group="g"}': 60,
     'outbox_group_losses{group="g"}': 0,
     'outbox_group_lag_messages{group="inbox",topic="t"}': 5,
     f"outbox_group_wait_seconds{OF_INBOX}": 5,
     'outbox_group_last_progress_timestamp_seconds{group="inbox"}': NOW,
     'outbox_group_dead_letters{group="inbox"}': 0,
     'outbox_group_calls_stuck{group="inbox"}': 0,
+    'outbox_group_calls_overdue_seconds{group="inbox"}': 60,
     'outbox_group_losses{group="inbox"}': 0,
 }
 HEALTHY: Samples = RELAY | STATE | GROUPS | CONSUMER
@@ -135,6 +138,7 @@ FAILURES: dict[str, tuple[Shown, Shown]] = {
     "ConsumerFenced": ({'outbox_consumer_generation{group="g"}': 9}, {}),
     "ConsumerDeadLetters": ({f"outbox_consumer_dead_letters_waiting{OF_PARTITION}": 1}, {}),
     "ConsumerEffectStuck": ({f"outbox_consumer_reservations_stuck{OF_PARTITION}": 1}, {}),
+    "ConsumerEffectOverdue": ({f"outbox_consumer_reservations_overdue_seconds{OF_PARTITION}": 400}, {}),
     "ConsumerLosses": ({'outbox_group_losses{group="g"}': 1}, {}),
 }
 
@@ -175,6 +179,11 @@ OUTBOXES: dict[str, tuple[Shown, Shown, set[str] | None]] = {
     ),
     "an inbox's dead letter": ({'outbox_group_dead_letters{group="inbox"}': 1}, {}, {"ConsumerDeadLetters"}),
     "an inbox's call": ({'outbox_group_calls_stuck{group="inbox"}': 1}, {}, {"ConsumerEffectStuck"}),
+    "a call that nobody makes": (
+        {'outbox_group_calls_overdue_seconds{group="inbox"}': 400},
+        {},
+        {"ConsumerEffectOverdue"},
+    ),
     "a job's dead letter, between two runs": (
         *(dict.fromkeys(CONSUMER) | NOTHING_WAITS | {'outbox_group_dead_letters{group="g"}': 1}, NOTHING_WAITS),
         {"ConsumerDeadLetters"},
