@@ -8,7 +8,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
@@ -17,7 +17,6 @@ from outbox._app.settings import client_options
 from outbox._clients.counting import counted
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
-from outbox.consumer.postgres_errors import connect
 from outbox.errors import ConfigurationError
 from relay.audit import ledger
 from relay.audit.counted import unlike_ledger
@@ -36,6 +35,7 @@ from relay.audit.findings import (
 )
 from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
 from relay.audit.records import kept_back, repeats, unknown, unlike_archived
+from relay.audit.sessions import Sessions, sessions
 from relay.audit.sums import (
     MODULUS,
     NOTHING,
@@ -53,7 +53,6 @@ from relay.audit.topics import Cell, OnKafka, Topics, window_sums
 from relay.audit.transactions import closed_now
 from relay.config import Settings, shared_source_note
 from relay.core.ports import Unavailable
-from relay.database import Connector
 from relay.kafka.offsets import Partition
 from relay.operations.trace import topics_of
 from relay.parts import build_router
@@ -61,30 +60,30 @@ from relay.parts import build_router
 _MOST_COMPARED: Final = 1_000_000
 
 
-def audit(settings: Settings, scope: Scope) -> Audit:
+def audit(settings: Settings, scope: Scope, opened: Sessions | None = None) -> Audit:
     """Compare what was committed, what is on Kafka and what the groups have applied.
 
     Raises Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError.
     """
-    with ExitStack() as opened:
-        comparison = _Comparison(settings, scope, opened)
+    with sessions(settings) if opened is None else nullcontext(opened) as used:
+        comparison = _Comparison(settings, scope, used)
         found = comparison.run()
-    if (differ := comparison.uncounted) and comparison.unread:
-        # Before a change of routes, what the ledger counts may have gone there.
-        minutes = sorted(one.minute for one in differ)
-        since, until = minute_start(minutes[0]), minute_start(minutes[-1] + 1)
-        with ExitStack() as opened, suppress(Unavailable):
-            scope = replace(scope, since=since, until=until, former=comparison.unread)
-            again = _Comparison(settings, scope, opened)
-            more = again.run()
-            found.explain({one: differ[one] for one in differ if one not in again.uncounted}, more, scope.former)
+        if (differ := comparison.uncounted) and comparison.unread:
+            # Before a change of routes, what the ledger counts may have gone there.
+            minutes = sorted(one.minute for one in differ)
+            since, until = minute_start(minutes[0]), minute_start(minutes[-1] + 1)
+            with suppress(Unavailable):
+                scope = replace(scope, since=since, until=until, former=comparison.unread)
+                again = _Comparison(settings, scope, used)
+                more = again.run()
+                found.explain({one: differ[one] for one in differ if one not in again.uncounted}, more, scope.former)
     return found
 
 
 class _Comparison:
-    """One audit, to be run once, while what it has opened is open."""
+    """One audit, to be run once."""
 
-    def __init__(self, settings: Settings, scope: Scope, opened: ExitStack) -> None:
+    def __init__(self, settings: Settings, scope: Scope, opened: Sessions) -> None:
         self._settings = settings
         self._scope = scope
         # The last minute is included if ``until`` is within it.
@@ -92,9 +91,7 @@ class _Comparison:
         self._minutes = range(minute_of(scope.since), max(stop, minute_of(scope.since) + 1))
         self._router = build_router(settings)
         self._options = client_options(settings)
-        sink_url = settings.relay.sink_url
-        self._connection = opened.enter_context(closing(Connector(settings.require_database(), "outbox audit")()))
-        self._sink = opened.enter_context(closing(connect(sink_url or settings.require_database(), "outbox audit")))
+        self._connection = opened.outbox
         found = ledger.state(self._connection, settings.db_schema)
         kept = found if isinstance(found, ledger.LedgerState) else None
         self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
@@ -117,8 +114,8 @@ class _Comparison:
         self.unread: Collection[str] = ()
         """Topics of groups that were not read, as this outbox does not write to them."""
         self._groups: Groups | None = None
-        if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
-            self._groups = Groups(self._sink, settings.consumer_schema, scope.group, self._minutes, self._key)
+        if settings.relay.sink_url is not None or has_tables(opened.sink, settings.consumer_schema):
+            self._groups = Groups(opened.sink, settings.consumer_schema, scope.group, self._minutes, self._key)
 
     def run(self) -> Audit:
         # Before anything is read: what has ended by now is seen.
