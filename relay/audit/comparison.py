@@ -263,6 +263,7 @@ class _Comparison:
             left = [found_in.get(window, NOTHING) for found_in in unpublished]
             one.waiting, one.dead, one.discarded = (part.events for part in left)
             one.sums["kafka"] = ids.get(window, NOTHING).hashes
+            one.failed = (left[1] + left[2]).hashes
             here = committed.get(window, Committed()) if self._coverage.archived(window) else None
             published = ids.get(window, NOTHING) if here is None else here.ids
             if here is not None:
@@ -352,6 +353,7 @@ class _Comparison:
             one.kafka, one.repeated = len(records), sum(map(len, records.values())) - len(records)
             one.sums["kafka"] = self._sum(records)
             one.waiting, one.dead, one.discarded = (len(ids[window]) for ids in left)
+            one.failed = self._sum(chain(*(ids[window] for ids in left[1:])))
             for event_id, text in repeats(records):
                 self._differ(one, "repeated", event_id, text)
             if self._coverage.archived(window):

@@ -60,7 +60,8 @@ class WindowAudit:
     waiting    the events in the outbox's table; ``dead`` those among its dead letters; ``discarded`` by operators;
                ``scheduled`` those that are not due yet.
     state      equal; different; open: something of it is still under way; expired: Kafka has deleted records.
-    sums       the sums of the hashes that were compared, by reader, for the certificate.
+    sums       the sums of the hashes that were compared, by reader, for the certificate; ``failed``: of dead and
+               discarded events.
     """
 
     window: Window
@@ -74,6 +75,7 @@ class WindowAudit:
     state: str = EQUAL
     groups: dict[str, GroupCount] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
+    failed: int = 0
 
     def passed(self, group: str) -> int:
         """Return how many events on Kafka are before a group's position, whether it has applied them or not."""

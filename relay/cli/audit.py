@@ -105,8 +105,8 @@ def verify(
 
     lines, digest = certificates.read(file, sha256)
     found = audit(load_with_sink(database_url, sink_url), certificates.scope_of(lines))
-    texts, compared = certificates.differences(lines, found)
-    for text in texts:
+    texts, retried, compared = certificates.differences(lines, found)
+    for text in (*retried, *texts):
         say(text)
     if texts:
         raise typer.Exit(1)
