@@ -407,7 +407,8 @@ class _Comparison:
         for event_id, row in archived.items():
             records = on_kafka.get(event_id) or late.get(event_id) or ()
             if not records:
-                if row.place is not None and (row.offset or 0) < self._coverage.low.get(row.place, 0):
+                low = 0 if row.place is None else self._coverage.low.get(row.place, 0)
+                if self._coverage.cut(one.window) if row.place is None else (row.offset or 0) < low:
                     deleted.add(event_id)
                     continue
                 if one.window.topic in hides if row.place is None else row.offset in hidden.get(row.place, ()):
