@@ -143,6 +143,7 @@ class Audit:
                 self.windows.append(found)
                 for one_more in repeated:
                     self.add(found.window, one_more)
+        self.windows.sort(key=lambda one: (one.window.minute, one.window.topic))
 
 
 @dataclass(frozen=True, slots=True)
