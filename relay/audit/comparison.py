@@ -138,7 +138,8 @@ class _Comparison:
         with ThreadPoolExecutor(1) as pool:
             # Postgres adds up the archive meanwhile.
             archive = pool.submit(self._read_archive)
-            cells, first = self._topics.sums(self._extents, self._minutes)
+            contents = bool(self._coverage.archive)
+            cells, first = self._topics.sums(self._extents, self._minutes, contents=contents)
             committed, misplaced = archive.result()
         there = {*committed, *chain.from_iterable(unpublished), *scheduled, *written}
         groups, applied = self._applied(topics)
@@ -328,16 +329,16 @@ class _Comparison:
 
     def _compare(self, found: Mapping[Window, WindowAudit], windows: Sequence[Window]) -> None:
         """Compare the events of these windows: all windows of their minutes."""
-        extents = self._topics.extents(self._audit.since, {place: one.start for place, one in self._extents.items()})
-        on_kafka = self._topics.events(extents, windows)
+        new, _ = self._topics.since(self._extents)
+        on_kafka = self._topics.events(windows, self._topics.spans({window.minute for window in windows}), new)
         with self._tables.snapshot():
             archived = self._tables.events(windows)
             left = [self._tables.ids(table, windows) for table in UNPUBLISHED]
             written = self._tables.ledger() if self._ledger else {}
         taken = self._ids_of_groups(windows, on_kafka)
-        more, hidden = self._topics.since(extents)
+        more, hidden = self._topics.since(new)
         hides = {place.topic for place in hidden}
-        late = self._topics.events(more, windows)
+        late = self._topics.events(windows, more)
         self._look_again()
         accounted: dict[Window, tuple[Sum, bool]] = {}
         for window in windows:

@@ -13,7 +13,7 @@ from relay.audit.sums import Window
 MOST_NAMED: Final = 1000
 """The most differences of one audit that are named; the others are counted."""
 
-AT_ONCE: Final = 200_000
+AT_ONCE: Final = 100_000
 """So many events are compared one by one at once; a minute that has more is compared as a whole."""
 
 STATEMENT_SECONDS: Final = 300.0

@@ -325,7 +325,9 @@ class Tables:
         """Return the archived events of these windows, by their ids (16 bytes)."""
         found: dict[Window, dict[bytes, Archived]] = {window: {} for window in windows}
         places: dict[tuple[str, int], Partition] = {}
-        bound = self._bound | {"minutes": sorted({window.minute for window in windows})}
+        minutes = sorted({window.minute for window in windows})
+        ids = {"low": first_id(minutes[0]), "high": first_id(minutes[-1] + 1)}
+        bound = self._bound | ids | {"minutes": minutes}
         # Row by row: there may be hundreds of thousands in a minute.
         with self._connection.cursor("audit", row_factory=tuple_row) as cursor:
             cursor.itersize = _ROWS_AT_ONCE

@@ -99,6 +99,7 @@ def verify(
 ) -> None:
     """Check that a certificate was not changed, and repeat its sums. Exit status 1 if they differ now.
 
+    Dead letters that were retried since are counted, and are no difference.
     Skips minutes of which Kafka or the archive has deleted something since; exit status 1 too if those are all.
     """
     from relay.audit.comparison import audit

@@ -70,9 +70,9 @@ def test_what_kafka_deletes_meanwhile_is_not_missing(one_partition, monkeypatch,
     if not archived:
         pipeline.run("DELETE FROM outbox.published")
 
-    def read(topics: Topics, *given: Any) -> Any:
+    def read(topics: Topics, *given: Any, **named: Any) -> Any:
         pipeline.cut(0)
-        return real(topics, *given)
+        return real(topics, *given, **named)
 
     monkeypatch.setattr(Topics, reading, read)
     # Nothing is known any more of a minute that only Kafka had.

@@ -24,13 +24,13 @@ def test_an_audit_has_one_session(pipeline, monkeypatch, follows):
     """Also while it compares one by one, and if the consumers' database is named as another."""
     ids = pipeline.sent()
     pipeline.repeat(ids[3])
-    real, seen = Topics.extents, []
+    real, seen = Topics.since, []
 
-    def extents(topics: Topics, *given: Any, **named: Any) -> Any:
+    def since(topics: Topics, *given: Any) -> Any:
         seen.append(pipeline.rows(_SESSIONS))
-        return real(topics, *given, **named)
+        return real(topics, *given)
 
-    monkeypatch.setattr(Topics, "extents", extents)
+    monkeypatch.setattr(Topics, "since", since)
     monkeypatch.setenv("OUTBOX_RELAY__SINK_URL", sqlalchemy_url(pipeline.database.url))
     if follows:
         assert sum(found.count for found in pipeline.follower().advance()) == 1
