@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
-import os
 import statistics
 import subprocess
 import sys
@@ -54,6 +53,12 @@ _ONE: Final = {
     " (SELECT event_id FROM outbox.published WHERE id > 0 ORDER BY event_id OFFSET 1000 LIMIT 1)",
     "ledger": "UPDATE outbox.ledger SET events = events + 1 WHERE ctid = (SELECT min(ctid) FROM outbox.ledger)",
 }
+# A process begins with the memory of the one that starts it, which is small then.
+_MEASURED: Final = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:])
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_maxrss, used.ru_utime + used.ru_stime, file=sys.stderr)"""
 
 
 def written(site: Site, relay: Publisher, count: int, span: float, ago: float) -> None:
@@ -73,16 +78,19 @@ def audited(site: Site, count: int, differences: int) -> str:
     """Audit in a process of its own. Returns what it took."""
     since = dt.datetime.now(dt.UTC) - _SINCE
     command = [sys.executable, "-m", "relay.cli", "audit", "--json", "--since", f"{since:%Y-%m-%dT%H:%M:%S}"]
-    with (site.folder / "audit.json").open("wb") as out:
-        began = time.monotonic()
-        process = subprocess.Popen(command, env=site.environment(), cwd=site.folder, stdout=out)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - began
-    found = orjson.loads((site.folder / "audit.json").read_bytes())
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, *command],
+        env=site.environment(),
+        cwd=site.folder,
+        capture_output=True,
+        check=True,
+    )
+    seconds = time.monotonic() - began
+    found, (memory, cpu) = orjson.loads(done.stdout), map(float, done.stderr.split()[-2:])
     if sum(one["kafka"] for one in found["windows"]) != count or found["differences_count"] != differences:
         raise BenchError(f"the audit found something else than {count} events and {differences} differences: {found}")
-    cpu = used.ru_utime + used.ru_stime
-    return f"{seconds:.1f} s, of which {cpu:.1f} s of CPU are its own, and {used.ru_maxrss / 1024:.0f} MB"
+    return f"{seconds:.1f} s, of which {cpu:.1f} s of CPU are its own, and {memory / 1024:.0f} MB"
 
 
 def audits(servers: Servers, kept: str, count: int) -> None:

@@ -123,7 +123,7 @@ def read(
     if not starts:
         return
     # A small buffer: what is read is added up at once.
-    more = {"enable.partition.eof": True, "auto.offset.reset": "earliest", "queued.max.messages.kbytes": 16384}
+    more = {"enable.partition.eof": True, "auto.offset.reset": "earliest", "queued.max.messages.kbytes": 4096}
     consumer = Consumer(reader_options(options, group, isolation, more), logger=silent_logger())
     try:
         consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
