@@ -110,10 +110,13 @@ peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place;
 
 # About two hours, on a machine that does nothing else. ARGS="--quick" shows in minutes that it works; ARGS="--list" prints
 # what is measured. WHAT=guarantees: what each guarantee costs, for a bare producer and for relays; half an hour.
+# WHAT=audit: what `outbox audit` takes, and takes from the relay beside it; half an hour.
 bench: $(VENV)/.installed  ## the relay beside Debezium and a bare loop, to build/bench.json; a consumer beside JDBC append
 	@mkdir -p build
 ifeq ($(WHAT),guarantees)
 	$(BIN)/python benchmarks/relay.py --only guarantees costs turns latency drain --ways producer ours --json build/guarantees.json $(ARGS)
+else ifeq ($(WHAT),audit)
+	$(BIN)/python benchmarks/audit.py $(ARGS)
 else
 	$(BIN)/python benchmarks/relay.py --json build/bench.json $(ARGS)
 	$(BIN)/python benchmarks/consume.py $(filter --list,$(ARGS)) $(if $(filter --quick,$(ARGS)),--events 20000 --rounds 1)

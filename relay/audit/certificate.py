@@ -17,8 +17,10 @@ from typing import Any, Final
 import orjson
 
 from outbox import __version__
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError, OperationRefused
 from relay.audit.findings import DIFFERENT, EQUAL, EXPIRED, OPEN, Audit, Scope, WindowAudit
+from relay.audit.sums import MODULUS
 from relay.config import Settings
 
 _FORMAT: Final = 1
@@ -71,13 +73,14 @@ def scope_of(lines: list[dict[str, Any]]) -> Scope:
     )
 
 
-def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], int]:
-    """Return in what an audit differs from a certificate's windows, and how many of these can be compared.
+def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], list[str], int]:
+    """Return in what an audit differs from a certificate's windows, what retries have added to them, and how many of
+    them can be compared.
 
     Not those of which Kafka or the archive has deleted something since, nor groups that are gone.
     """
     now = {(one.window.topic, one.window.start.isoformat()): one for one in found.windows}
-    texts, compared = [], 0
+    texts, retried, compared = [], [], 0
     for line in lines[1:-1]:
         one = now.get((line["topic"], line["start"]))
         if one is None or one.state == EXPIRED or (one.committed is None and line["committed"] is not None):
@@ -89,18 +92,43 @@ def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], i
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
             texts.append(f"{line['topic']} {line['start']}: {kinds or 'different'}; `outbox audit` names the events")
         values = _window(one)
-        pairs = [(name, line[name], values[name]) for name in ("committed", "kafka")]
+        known = _with_retried(line, values)
+        if known is not line:
+            added = counted(one.kafka - line["kafka"], "event")
+            retried.append(f"{line['topic']} {line['start']}: {added} more on Kafka, by a retry: dead letters then")
+        pairs = [(name, known[name], values[name]) for name in ("committed", "kafka")]
         for part in ("sums", "groups"):
             pairs += [
-                (f"{part} of {name}", line[part][name], values[part][name])
-                for name in line[part].keys() & values[part].keys()
+                (f"{part} of {name}", known[part][name], values[part][name])
+                for name in known[part].keys() & values[part].keys()
             ]
         texts += [
             f"{line['topic']} {line['start']}: {name} is {after}, was {before}"
             for name, before, after in pairs
             if before != after
         ]
-    return texts, compared
+    return texts, retried, compared
+
+
+def _with_retried(line: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line as a retry of dead letters has made it: the sums prove that Kafka has got these, and nothing else.
+
+    It is the line itself if there was none, or more than that.
+    """
+    added = _less(values["sums"]["kafka"], line["sums"]["kafka"])
+    if added == 0 or "failed" not in line or added != _less(line["failed"], values["failed"]):
+        return line
+    groups = {
+        name: values["groups"][name]
+        for name, before in line["groups"].items()
+        if name in values["groups"] and _less(values["groups"][name]["sum"], before["sum"]) == added
+    }
+    sums = line["sums"] | {"kafka": values["sums"]["kafka"]}
+    return {**line, "kafka": values["kafka"], "sums": sums, "groups": line["groups"] | groups}
+
+
+def _less(one: str, other: str) -> int:
+    return (int(one, 16) - int(other, 16)) % MODULUS
 
 
 def _lines(found: Audit, scope: Scope, settings: Settings) -> Iterator[bytes]:
@@ -133,6 +161,7 @@ def _window(one: WindowAudit) -> Mapping[str, Any]:
         "committed": one.committed,
         "kafka": one.kafka,
         "sums": {name: f"{value:032x}" for name, value in one.sums.items()},
+        "failed": f"{one.failed:032x}",
         "groups": {
             name: {"applied": count.applied, "sum": f"{count.hashes:032x}"} for name, count in one.groups.items()
         },

@@ -8,7 +8,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
@@ -17,7 +17,6 @@ from outbox._app.settings import client_options
 from outbox._clients.counting import counted
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
-from outbox.consumer.postgres_errors import connect
 from outbox.errors import ConfigurationError
 from relay.audit import ledger
 from relay.audit.counted import unlike_ledger
@@ -36,6 +35,7 @@ from relay.audit.findings import (
 )
 from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
 from relay.audit.records import kept_back, repeats, unknown, unlike_archived
+from relay.audit.sessions import Sessions, sessions
 from relay.audit.sums import (
     MODULUS,
     NOTHING,
@@ -53,7 +53,6 @@ from relay.audit.topics import Cell, OnKafka, Topics, window_sums
 from relay.audit.transactions import closed_now
 from relay.config import Settings, shared_source_note
 from relay.core.ports import Unavailable
-from relay.database import Connector
 from relay.kafka.offsets import Partition
 from relay.operations.trace import topics_of
 from relay.parts import build_router
@@ -61,30 +60,30 @@ from relay.parts import build_router
 _MOST_COMPARED: Final = 1_000_000
 
 
-def audit(settings: Settings, scope: Scope) -> Audit:
+def audit(settings: Settings, scope: Scope, opened: Sessions | None = None) -> Audit:
     """Compare what was committed, what is on Kafka and what the groups have applied.
 
     Raises Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError.
     """
-    with ExitStack() as opened:
-        comparison = _Comparison(settings, scope, opened)
+    with sessions(settings) if opened is None else nullcontext(opened) as used:
+        comparison = _Comparison(settings, scope, used)
         found = comparison.run()
-    if (differ := comparison.uncounted) and comparison.unread:
-        # Before a change of routes, what the ledger counts may have gone there.
-        minutes = sorted(one.minute for one in differ)
-        since, until = minute_start(minutes[0]), minute_start(minutes[-1] + 1)
-        with ExitStack() as opened, suppress(Unavailable):
-            scope = replace(scope, since=since, until=until, former=comparison.unread)
-            again = _Comparison(settings, scope, opened)
-            more = again.run()
-            found.explain({one: differ[one] for one in differ if one not in again.uncounted}, more, scope.former)
+        if (differ := comparison.uncounted) and comparison.unread:
+            # Before a change of routes, what the ledger counts may have gone there.
+            minutes = sorted(one.minute for one in differ)
+            since, until = minute_start(minutes[0]), minute_start(minutes[-1] + 1)
+            with suppress(Unavailable):
+                scope = replace(scope, since=since, until=until, former=comparison.unread)
+                again = _Comparison(settings, scope, used)
+                more = again.run()
+                found.explain({one: differ[one] for one in differ if one not in again.uncounted}, more, scope.former)
     return found
 
 
 class _Comparison:
-    """One audit, to be run once, while what it has opened is open."""
+    """One audit, to be run once."""
 
-    def __init__(self, settings: Settings, scope: Scope, opened: ExitStack) -> None:
+    def __init__(self, settings: Settings, scope: Scope, opened: Sessions) -> None:
         self._settings = settings
         self._scope = scope
         # The last minute is included if ``until`` is within it.
@@ -92,9 +91,7 @@ class _Comparison:
         self._minutes = range(minute_of(scope.since), max(stop, minute_of(scope.since) + 1))
         self._router = build_router(settings)
         self._options = client_options(settings)
-        sink_url = settings.relay.sink_url
-        self._connection = opened.enter_context(closing(Connector(settings.require_database(), "outbox audit")()))
-        self._sink = opened.enter_context(closing(connect(sink_url or settings.require_database(), "outbox audit")))
+        self._connection = opened.outbox
         found = ledger.state(self._connection, settings.db_schema)
         kept = found if isinstance(found, ledger.LedgerState) else None
         self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
@@ -117,8 +114,8 @@ class _Comparison:
         self.unread: Collection[str] = ()
         """Topics of groups that were not read, as this outbox does not write to them."""
         self._groups: Groups | None = None
-        if sink_url is not None or has_tables(self._sink, settings.consumer_schema):
-            self._groups = Groups(self._sink, settings.consumer_schema, scope.group, self._minutes, self._key)
+        if settings.relay.sink_url is not None or has_tables(opened.sink, settings.consumer_schema):
+            self._groups = Groups(opened.sink, settings.consumer_schema, scope.group, self._minutes, self._key)
 
     def run(self) -> Audit:
         # Before anything is read: what has ended by now is seen.
@@ -141,7 +138,8 @@ class _Comparison:
         with ThreadPoolExecutor(1) as pool:
             # Postgres adds up the archive meanwhile.
             archive = pool.submit(self._read_archive)
-            cells, first = self._topics.sums(self._extents, self._minutes)
+            contents = bool(self._coverage.archive)
+            cells, first = self._topics.sums(self._extents, self._minutes, contents=contents)
             committed, misplaced = archive.result()
         there = {*committed, *chain.from_iterable(unpublished), *scheduled, *written}
         groups, applied = self._applied(topics)
@@ -266,6 +264,7 @@ class _Comparison:
             left = [found_in.get(window, NOTHING) for found_in in unpublished]
             one.waiting, one.dead, one.discarded = (part.events for part in left)
             one.sums["kafka"] = ids.get(window, NOTHING).hashes
+            one.failed = (left[1] + left[2]).hashes
             here = committed.get(window, Committed()) if self._coverage.archived(window) else None
             published = ids.get(window, NOTHING) if here is None else here.ids
             if here is not None:
@@ -330,16 +329,16 @@ class _Comparison:
 
     def _compare(self, found: Mapping[Window, WindowAudit], windows: Sequence[Window]) -> None:
         """Compare the events of these windows: all windows of their minutes."""
-        extents = self._topics.extents(self._audit.since, {place: one.start for place, one in self._extents.items()})
-        on_kafka = self._topics.events(extents, windows)
+        new, _ = self._topics.since(self._extents)
+        on_kafka = self._topics.events(windows, self._topics.spans({window.minute for window in windows}), new)
         with self._tables.snapshot():
             archived = self._tables.events(windows)
             left = [self._tables.ids(table, windows) for table in UNPUBLISHED]
             written = self._tables.ledger() if self._ledger else {}
         taken = self._ids_of_groups(windows, on_kafka)
-        more, hidden = self._topics.since(extents)
+        more, hidden = self._topics.since(new)
         hides = {place.topic for place in hidden}
-        late = self._topics.events(more, windows)
+        late = self._topics.events(windows, more)
         self._look_again()
         accounted: dict[Window, tuple[Sum, bool]] = {}
         for window in windows:
@@ -355,6 +354,7 @@ class _Comparison:
             one.kafka, one.repeated = len(records), sum(map(len, records.values())) - len(records)
             one.sums["kafka"] = self._sum(records)
             one.waiting, one.dead, one.discarded = (len(ids[window]) for ids in left)
+            one.failed = self._sum(chain(*(ids[window] for ids in left[1:])))
             for event_id, text in repeats(records):
                 self._differ(one, "repeated", event_id, text)
             if self._coverage.archived(window):
@@ -408,7 +408,8 @@ class _Comparison:
         for event_id, row in archived.items():
             records = on_kafka.get(event_id) or late.get(event_id) or ()
             if not records:
-                if row.place is not None and (row.offset or 0) < self._coverage.low.get(row.place, 0):
+                low = 0 if row.place is None else self._coverage.low.get(row.place, 0)
+                if self._coverage.cut(one.window) if row.place is None else (row.offset or 0) < low:
                     deleted.add(event_id)
                     continue
                 if one.window.topic in hides if row.place is None else row.offset in hidden.get(row.place, ()):

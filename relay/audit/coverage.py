@@ -38,6 +38,8 @@ class Coverage:
         """The first offset of each partition, after the last reading."""
         self._ledger_from = minutes.start
         self._expired: dict[str, float] = {}
+        # By topic without a retention, the time before which somebody may have deleted records.
+        self._cut: dict[str, float] = {}
         self._kept_since: Callable[[str], float] = lambda _: math.inf
 
     def archived(self, window: Window) -> bool:
@@ -51,6 +53,10 @@ class Coverage:
     def lost(self, window: Window) -> bool:
         """Return whether Kafka may have deleted records of a window."""
         return window.minute * WINDOW_SECONDS < self._expired.get(window.topic, 0)
+
+    def cut(self, window: Window) -> bool:
+        """Return whether somebody has deleted records of a topic without a retention, perhaps some of a window."""
+        return window.minute * WINDOW_SECONDS < self._cut.get(window.topic, 0)
 
     def of_archive(self, found: tuple[int, dt.datetime] | None, *, on: bool) -> None:
         """Note since when the archive is known to have been on, and its last time; ``on``: relays still keep it."""
@@ -132,5 +138,8 @@ class Coverage:
 
     def _lose(self, place: Partition, first: int | None, most: float) -> None:
         """Note that what is older than the first record that is there, and than ``most``, may be gone."""
-        before = min(math.inf if first is None else first / 1000, most) + _CLOCKS_SECONDS
+        there = (math.inf if first is None else first / 1000) + _CLOCKS_SECONDS
+        if most == -math.inf:
+            self._cut[place.topic] = max(self._cut.get(place.topic, 0.0), there)
+        before = min(there, most + _CLOCKS_SECONDS)
         self._expired[place.topic] = max(self._expired.get(place.topic, 0.0), before)

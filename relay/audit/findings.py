@@ -13,7 +13,7 @@ from relay.audit.sums import Window
 MOST_NAMED: Final = 1000
 """The most differences of one audit that are named; the others are counted."""
 
-AT_ONCE: Final = 200_000
+AT_ONCE: Final = 100_000
 """So many events are compared one by one at once; a minute that has more is compared as a whole."""
 
 STATEMENT_SECONDS: Final = 300.0
@@ -60,7 +60,8 @@ class WindowAudit:
     waiting    the events in the outbox's table; ``dead`` those among its dead letters; ``discarded`` by operators;
                ``scheduled`` those that are not due yet.
     state      equal; different; open: something of it is still under way; expired: Kafka has deleted records.
-    sums       the sums of the hashes that were compared, by reader, for the certificate.
+    sums       the sums of the hashes that were compared, by reader, for the certificate; ``failed``: of dead and
+               discarded events.
     """
 
     window: Window
@@ -74,6 +75,7 @@ class WindowAudit:
     state: str = EQUAL
     groups: dict[str, GroupCount] = field(default_factory=dict)
     sums: dict[str, int] = field(default_factory=dict)
+    failed: int = 0
 
     def passed(self, group: str) -> int:
         """Return how many events on Kafka are before a group's position, whether it has applied them or not."""
@@ -141,6 +143,7 @@ class Audit:
                 self.windows.append(found)
                 for one_more in repeated:
                     self.add(found.window, one_more)
+        self.windows.sort(key=lambda one: (one.window.minute, one.window.topic))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -32,11 +31,12 @@ from outbox.consumer.errors import ConsumerUnavailable
 from outbox.errors import OutboxError
 from relay.audit.comparison import audit
 from relay.audit.findings import DIFFERENT, EXPIRED, OPEN, Audit, Difference, Scope
+from relay.audit.sessions import Sessions, sessions
 from relay.audit.sums import minute_of, minute_start
 from relay.audit.transactions import Transactions
 from relay.config import Settings
 from relay.core.ports import Unavailable
-from relay.database import Connector, unavailable_on_error
+from relay.database import unavailable_on_error
 from relay.insights import ALL_TOPICS, Verified, read_verified
 from relay.settle.statements import names_of
 
@@ -80,21 +80,20 @@ class Follower:
         self._minutes: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
         self._transactions = Transactions()
+        # What was said since the last round without an error.
+        self._said: set[str] = set()
 
     def run(self, stop: threading.Event) -> None:
         """Follow until ``stop`` is set. While a server is away, or does not answer in time, it tries again.
 
         Raises SchemaError and ConfigurationError.
         """
-        said = ""
         while not stop.is_set():
             try:
                 self.advance()
-                said = ""
+                self._said.clear()
             except (Unavailable, ConsumerUnavailable) as error:
-                if str(error) != said:
-                    log.warning("the audit waits", error=str(error))
-                said = str(error)
+                self._say(error, ALL_TOPICS)
             stop.wait(max(_EVERY_SECONDS, self._not_before.get(ALL_TOPICS, 0.0) - time.monotonic()))
 
     def advance(self) -> list[Audit]:
@@ -103,9 +102,9 @@ class Follower:
         A topic that is behind the others neither delays them nor another one. Raises Unavailable, ConsumerUnavailable,
         SchemaError and ConfigurationError: after all topics, if it was one of them.
         """
-        with closing(Connector(self._settings.require_database(), "outbox audit")()) as connection:
-            end = self._transactions.closed(connection)
-            known = {one.topic: one for one in read_verified(connection, self._settings.db_schema)}
+        with sessions(self._settings) as opened:
+            end = self._transactions.closed(opened.outbox)
+            known = {one.topic: one for one in read_verified(opened.outbox, self._settings.db_schema)}
             whole = known.pop(ALL_TOPICS, None)
             begin = minute_of(self._scope.since if whole is None else whole.verified_until)
             done: list[Audit] = []
@@ -118,12 +117,10 @@ class Follower:
                     return
                 minutes = self._minutes.get(topic, _MOST_MINUTES)
                 try:
-                    done.append(self._follow(connection, topic, since, min(end, since + minutes), known))
+                    done.append(self._follow(opened, topic, since, min(end, since + minutes), known))
                     self._minutes[topic] = min(2 * minutes, _MOST_MINUTES)
                 except (Unavailable, ConsumerUnavailable) as error:
-                    log.warning(
-                        "the audit could not be made, and is tried again", topic=topic or "all", error=str(error)
-                    )
+                    self._say(error, topic)
                     self._minutes[topic] = max(minutes // 2, 1)
                     failed = error
                 self._not_before[topic] = time.monotonic() + (_REST - 1) * (time.monotonic() - began)
@@ -138,24 +135,27 @@ class Follower:
                 raise failed
             return done
 
-    def _follow(
-        self, connection: psycopg.Connection[Any], topic: str, begin: int, end: int, known: Mapping[str, Verified]
-    ) -> Audit:
+    def _say(self, error: OutboxError, topic: str) -> None:
+        if str(error) not in self._said:
+            log.warning("the audit could not be made, and is tried again", topic=topic or "all", error=str(error))
+            self._said.add(str(error))
+
+    def _follow(self, opened: Sessions, topic: str, begin: int, end: int, known: Mapping[str, Verified]) -> Audit:
         """Compare the minutes of a topic, or of all that are not behind, and keep the result."""
-        found = self._audit(begin, end, topic)
+        found = self._audit(opened, begin, end, topic)
         if topic != ALL_TOPICS:
-            self._save(connection, topic, known[topic], begin, _progress(found, topic, begin, end))
+            self._save(opened.outbox, topic, known[topic], begin, _progress(found, topic, begin, end))
             return found
         together = {name for name, one in known.items() if minute_of(one.verified_until) == begin}
         for name in sorted(together | {one.window.topic for one in found.windows} - known.keys()):
-            self._save(connection, name, known.get(name), begin, _progress(found, name, begin, end))
-        self._save(connection, ALL_TOPICS, None, begin, _Progress(end))
+            self._save(opened.outbox, name, known.get(name), begin, _progress(found, name, begin, end))
+        self._save(opened.outbox, ALL_TOPICS, None, begin, _Progress(end))
         return found
 
-    def _audit(self, begin: int, end: int, topic: str) -> Audit:
+    def _audit(self, opened: Sessions, begin: int, end: int, topic: str) -> Audit:
         since, until = minute_start(begin), minute_start(end)
         topics = None if topic == ALL_TOPICS else [topic]
-        found = audit(self._settings, replace(self._scope, since=since, until=until, topics=topics))
+        found = audit(self._settings, replace(self._scope, since=since, until=until, topics=topics), opened)
         log.info(
             "audited",
             topic=topic or "all",

@@ -177,7 +177,8 @@ class Groups:
 
     def ids(self, group: Group, minutes: Collection[int], untimed: Collection[bytes]) -> set[bytes]:
         """Return the ids of these minutes that a group has applied, and which of the ids without a time it has."""
-        rows = self._rows(_IDS, groups=[group.name], minutes=list(minutes))
+        ids = {"low": first_id(min(minutes)), "high": first_id(max(minutes) + 1)}
+        rows = self._rows(_IDS, groups=[group.name], minutes=list(minutes), **ids)
         if untimed:
             rows += self._rows(_UNTIMED, groups=[group.name], ids=[one.hex() for one in untimed])
         return {message_id.bytes for (message_id,) in rows}

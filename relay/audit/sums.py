@@ -51,16 +51,19 @@ def unlike(known: Mapping[Window, Sum], written: Mapping[Window, Sum], former: C
     """Return the windows of which something else was written than is known.
 
     None of a minute of which that is equal over all topics: then events went elsewhere, as routes have changed since.
-    Topics that are ``former`` count only for that.
+    Topics that are ``former`` count only for that: none of them, one, or all, as some may be another outbox's.
     """
     here, there = _by_minute(known), _by_minute(written)
     routed = {window: one for window, one in known.items() if window.topic not in former}
     ours = _by_minute(routed)
+    equal = {minute for minute, one in there.items() if one in (here[minute], ours[minute])}
+    equal |= {
+        window.minute
+        for window, one in known.items()
+        if window.topic in former and ours[window.minute] + one == there[window.minute]
+    }
     return [
-        window
-        for window, one in routed.items()
-        if one != written.get(window, NOTHING)
-        and there[window.minute] not in (here[window.minute], ours[window.minute])
+        window for window, one in routed.items() if one != written.get(window, NOTHING) and window.minute not in equal
     ]
 
 

@@ -100,12 +100,22 @@ _PLACED: Final = """(
       LEFT JOIN unnest(%(ids)s::uuid[], %(topics)s::text[], %(partitions)s::integer[], %(offsets)s::bigint[])
                 AS p(event_id, topic, partition, "offset") ON p.event_id = a.event_id)"""
 
-# Events that an operator has put back when later ones of their keys had gone out: an object whose keys are their ids.
-# Read once, and looked up by bisection, whatever the statistics say: a join may compare each event with each id.
-_OVERTAKEN: Final = """(
-    SELECT pg_catalog.jsonb_object_agg(one.event_id, true)
-      FROM {audit} CROSS JOIN LATERAL pg_catalog.jsonb_array_elements_text(details->'overtaken') AS one(event_id)
-     WHERE what = 'retry')"""
+# Events that an operator has put back when later ones of their keys had gone out, and when.
+_RETRIED: Final = """
+SELECT one.event_id::uuid, max(at)
+  FROM {audit} CROSS JOIN LATERAL jsonb_array_elements_text(details->'overtaken') AS one(event_id)
+ WHERE what = 'retry' GROUP BY 1"""
+
+# Each of them with the last event of its key that stands before it because of that: what was written later waits for
+# it. (Until the retry is committed, it does not: that takes seconds.)
+_BEHIND: Final = """(
+    SELECT r.event_id, max(o.id) AS behind
+      FROM unnest(%(retried)s::uuid[], %(retried_at)s::timestamptz[]) AS t(event_id, at)
+      JOIN {table} AS r ON r.event_id = t.event_id
+      JOIN {table} AS o ON o.topic = r.topic AND o.aggregate_type = r.aggregate_type AND o.aggregate_id = r.aggregate_id
+     WHERE o.id > r.id AND o.created_at < t.at + interval '10 seconds'
+       AND (o.partition <> r.partition OR o."offset" < r."offset")
+     GROUP BY 1)"""
 
 # Each event whose record comes before that of an event of its key with a lower id, or is in another partition. Those
 # out of order come first.
@@ -115,8 +125,9 @@ SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset
   FROM (SELECT id, aggregate_type, aggregate_id, topic, {minute} AS minute, event_id, partition, "offset",
                lag(event_id) OVER key AS before_id, lag(partition) OVER key AS before_partition,
                lag("offset") OVER key AS before_offset
-          FROM {table} AS e WHERE topic IS NOT NULL AND NOT coalesce({overtaken} ? event_id::text, false)
-        WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id ORDER BY id)) AS pairs
+          FROM {table} AS e LEFT JOIN {behind} AS b USING (event_id) WHERE topic IS NOT NULL
+        WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id
+                       ORDER BY coalesce(behind, id), behind IS NOT NULL, "offset")) AS pairs
  WHERE partition <> before_partition OR "offset" < before_offset
 ORDER BY minute < %(first_minute)s, partition <> before_partition, minute, id LIMIT 20000"""
 
@@ -314,7 +325,9 @@ class Tables:
         """Return the archived events of these windows, by their ids (16 bytes)."""
         found: dict[Window, dict[bytes, Archived]] = {window: {} for window in windows}
         places: dict[tuple[str, int], Partition] = {}
-        bound = self._bound | {"minutes": sorted({window.minute for window in windows})}
+        minutes = sorted({window.minute for window in windows})
+        ids = {"low": first_id(minutes[0]), "high": first_id(minutes[-1] + 1)}
+        bound = self._bound | ids | {"minutes": minutes}
         # Row by row: there may be hundreds of thousands in a minute.
         with self._connection.cursor("audit", row_factory=tuple_row) as cursor:
             cursor.itersize = _ROWS_AT_ONCE
@@ -339,13 +352,14 @@ class Tables:
     def misplaced(self, places: Mapping[bytes, tuple[Partition, int]] | None = None) -> list[Misplaced]:
         """Return events that stand before one of their key with a lower id, or in another partition than that.
 
-        Without those that an operator has put back behind later ones.
+        An event that an operator has put back comes behind the later ones that had gone out by then.
 
         places   by id (16 bytes), those of events of which the archive has none.
         """
-        found = []
+        found, retried = [], self._rows(_RETRIED)
+        values: dict[str, Any] = {"retried": [one for one, _ in retried], "retried_at": [at for _, at in retried]}
         if places:
-            values = {
+            values |= {
                 "ids": [uuid.UUID(bytes=one) for one in places],
                 "topics": [place.topic for place, _ in places.values()],
                 "partitions": [place.number for place, _ in places.values()],
@@ -353,7 +367,7 @@ class Tables:
             }
             rows = self._rows(_ORDER, "placed", **self._of_order, **values)
         else:
-            rows = self._rows(_ORDER, "archived", **self._of_order)
+            rows = self._rows(_ORDER, "archived", **self._of_order, **values)
         for kind, key, topic, minute, event_id, number, offset, before_id, before, before_offset in rows:
             window = self._window(kind, topic, minute)
             if window is not None:
@@ -383,7 +397,10 @@ class Tables:
         return Window(topic, minute) if self._topics is None or topic in self._topics else None
 
     def _rows(self, query: LiteralString, table: str | None = None, **values: Any) -> list[tuple[Any, ...]]:
-        names = self._names | ({} if table is None else {"table": self._names[table]})
+        names = self._names
+        if table is not None:
+            names = names | {"table": names[table]}
+            names["behind"] = sql.SQL(_BEHIND).format(table=names["table"])
         return psycopg.Cursor(self._connection).execute(sql.SQL(query).format(**names), self._bound | values).fetchall()
 
 
@@ -394,7 +411,6 @@ def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
         ("placed", _PLACED),
         ("whole", _WHOLE),
         ("discarded", _DISCARDED),
-        ("overtaken", _OVERTAKEN),
     ):
         pieces[name] = sql.SQL(text).format(**pieces)
     return pieces | {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Mapping
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from confluent_kafka import Message
@@ -71,6 +72,8 @@ class Topics:
         """By topic, the records that are not of this outbox."""
         self.copies: set[bytes] = set()
         """The ids of replays, and of copies in dead-letter topics, that ``events`` has met."""
+        self._cells: Mapping[tuple[Partition, int], Cell] = {}
+        self._copied: dict[tuple[Partition, int], Cell] = {}
 
     def extents(
         self, since: dt.datetime, at_most: Mapping[Partition, int], *, complete: bool = False
@@ -128,10 +131,12 @@ class Topics:
         return found
 
     def sums(
-        self, extents: Mapping[Partition, Extent], minutes: range
+        self, extents: Mapping[Partition, Extent], minutes: range, *, contents: bool
     ) -> tuple[dict[tuple[Partition, int], Cell], dict[Partition, int]]:
         """Return the events of each partition and minute, and the time of each partition's first record, in
         milliseconds.
+
+        contents   whether the sums over ids, places and contents are wanted.
 
         Raises Unavailable.
         """
@@ -140,61 +145,71 @@ class Topics:
 
         def add(place: Partition, message: Message) -> None:
             first.setdefault(place, message.timestamp()[1])
+            offset = message.offset() or 0
             if (event := self._event(place, message, minutes)) is None:
                 return
-            event_id, minute, content = event
-            offset = message.offset() or 0
-            cell = cells.get((place, minute))
+            event_id, minute, headers = event
+            found = self._copied if _is_copy(headers) else cells
+            cell = found.get((place, minute))
             if cell is None:
-                cell = cells[place, minute] = Cell(offset)
+                cell = found[place, minute] = Cell(offset)
             cell.count += 1
             cell.last = offset
+            if found is not cells:
+                return
             cell.ids += hash_of(self._key, event_id)
-            cell.whole += hash_of(self._key, whole(event_id, place.number, offset, content))
+            if contents:
+                cell.whole += hash_of(self._key, whole(event_id, place.number, offset, _content(message, headers)))
             cell.untimed += minute_of_id(event_id) is None
 
         self._read_extents(extents, add)
+        self._cells = cells
         return cells, first
 
+    def spans(self, minutes: Container[int]) -> dict[Partition, Extent]:
+        """Return the offsets at which ``sums`` has found the events of these minutes, and copies of them."""
+        found: dict[Partition, Extent] = {}
+        for (place, minute), cell in chain(self._cells.items(), self._copied.items()):
+            if minute in minutes:
+                known = found.get(place, Extent(cell.first, 0))
+                found[place] = Extent(min(known.start, cell.first), max(known.end, cell.last + 1))
+        return found
+
     def events(
-        self, extents: Mapping[Partition, Extent], windows: Collection[Window]
+        self, windows: Collection[Window], *extents: Mapping[Partition, Extent]
     ) -> dict[Window, dict[bytes, list[OnKafka]]]:
         """Return each event of these windows, by its id (16 bytes), with all its records. Raises Unavailable."""
         found: dict[Window, dict[bytes, list[OnKafka]]] = {window: {} for window in windows}
         minutes = {window.minute for window in windows}
 
         def add(place: Partition, message: Message) -> None:
-            if (event := self._event(place, message, minutes, self.copies)) is None:
+            if (event := self._event(place, message, minutes)) is None:
                 return
-            event_id, minute, content = event
-            if (events := found.get(Window(place.topic, minute))) is not None:
-                said = hash_of(b"", content).to_bytes(16)
+            event_id, minute, headers = event
+            if _is_copy(headers):
+                self.copies.add(event_id)
+            elif (events := found.get(Window(place.topic, minute))) is not None:
+                said = hash_of(b"", _content(message, headers)).to_bytes(16)
                 record = OnKafka(place, message.offset() or 0, said, message.timestamp()[1])
                 events.setdefault(event_id, []).append(record)
 
-        self._read_extents(extents, add)
+        for one in extents:
+            self._read_extents(one, add)
         return found
 
     def _event(
-        self, place: Partition, message: Message, minutes: Container[int], copies: set[bytes] | None = None
-    ) -> tuple[bytes, int, bytes] | None:
-        """Return an event's id, minute and content; None unless it is of this outbox and of these minutes."""
+        self, place: Partition, message: Message, minutes: Container[int]
+    ) -> tuple[bytes, int, dict[str, Any]] | None:
+        """Return the id, minute and headers of an event or a copy; None unless of this outbox and of these minutes."""
         headers = headers_of(message)
         event_id = _id_of(headers)
         if event_id is None or header_text(headers.get(CE_SOURCE, self._source)) != self._source:
             self.others[place.topic] += 1
             return None
-        if REPLAY in headers or DEAD_LETTER in headers:
-            if copies is not None:
-                copies.add(event_id)
-            return None
         minute = minute_of_id(event_id)
         if minute is None:
             minute = _written(header_text(headers.get(CE_TIME)), message.timestamp()[1])
-        if minute not in minutes:
-            return None
-        key, value = (part if isinstance(part, bytes) else None for part in (message.key(), message.value()))
-        return event_id, minute, content_of(key, value, headers)
+        return (event_id, minute, headers) if minute in minutes else None
 
     def _read_extents(self, extents: Mapping[Partition, Extent], add: Callable[[Partition, Message], None]) -> None:
         starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}
@@ -229,6 +244,15 @@ def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Windo
 
 def whole(event_id: bytes, partition: int, offset: int, content: bytes) -> bytes:
     return event_id + partition.to_bytes(4) + offset.to_bytes(8) + content
+
+
+def _is_copy(headers: Container[str]) -> bool:
+    return REPLAY in headers or DEAD_LETTER in headers
+
+
+def _content(message: Message, headers: Mapping[str, Any]) -> bytes:
+    key, value = (part if isinstance(part, bytes) else None for part in (message.key(), message.value()))
+    return content_of(key, value, headers)
 
 
 def _id_of(headers: Mapping[str, Any]) -> bytes | None:

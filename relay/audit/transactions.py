@@ -17,10 +17,16 @@ _WAIT_SECONDS: Final = 5.0
 
 # A transaction number of our own: transactions that have one by now have a lower one, or they began later.
 _BEGUN: Final = "SELECT clock_timestamp(), pg_current_xact_id()::text::bigint"
-_OLDEST: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+# A snapshot has the open transactions of all databases. Each role sees the numbers and databases of all sessions.
+_OLDEST: Final = """
+SELECT coalesce(min(number::text::bigint), pg_snapshot_xmax(pg_current_snapshot())::text::bigint)
+  FROM pg_snapshot_xip(pg_current_snapshot()) AS number
+ WHERE number::xid NOT IN (
+       SELECT backend_xid FROM pg_stat_activity WHERE datname <> current_database() AND backend_xid IS NOT NULL
+       UNION ALL SELECT transaction FROM pg_prepared_xacts WHERE database <> current_database())"""
 
-# Of this database: the oldest transaction's number is that of the whole server. NULL where it is not known: what other
-# roles' sessions do is shown to members of pg_read_all_stats only, and since when one is prepared to none.
+# NULL where it is not known: what other roles' sessions do is shown to members of pg_read_all_stats only, and since
+# when one is prepared to none.
 _OPEN: Final = """
 SELECT xact_start FROM pg_stat_activity
  WHERE datname = current_database() AND pid <> pg_backend_pid()

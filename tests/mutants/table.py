@@ -233,6 +233,14 @@ MUTANTS: Final = (
         "if number]",
         (f"{_RELAY}/audit/test_follow.py",),
     ),
+    Mutant(
+        "retries_are_counted_again",
+        "the ledger counts each event once",
+        "relay/audit/ledger.py",
+        " WHERE NOT from_relay",
+        "",
+        (f"{_RELAY}/audit/test_ledger.py",),
+    ),
     # The core of the consumers
     Mutant(
         "fence_without_generation",

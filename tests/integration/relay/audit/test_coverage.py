@@ -31,10 +31,20 @@ def states(pipeline: Pipeline) -> set[str]:
     return {one["state"] for one in found["windows"]}
 
 
-@pytest.mark.parametrize("settled", ["with places", "from a marker"])
-def test_what_kafka_has_deleted_is_not_missing(pipeline, settled):
-    """Where the places are known, whatever has deleted it; where not, what is older than the topic's retention."""
-    retention = {} if settled == "with places" else {"retention.ms": "300000"}
+@pytest.mark.parametrize(
+    ("settled", "retention"),
+    [
+        ("with places", {}),
+        ("with places", {"retention.ms": "-1"}),
+        ("from a marker", {"retention.ms": "300000"}),
+        ("from a marker", {"retention.ms": "-1"}),
+    ],
+)
+def test_what_kafka_has_deleted_is_not_missing(pipeline, settled, retention):
+    """Where the places are known, whatever has deleted it; where not, what is older than the topic's retention.
+
+    Without a retention somebody has deleted records: then whatever is older than what is left.
+    """
     pipeline.kind = pipeline.kafka.name("Gone")
     pipeline.topic = pipeline.kafka.create_topic(f"{pipeline.kind.lower()}-events", 1, retention)
     pipeline.sent(5)
@@ -60,9 +70,9 @@ def test_what_kafka_deletes_meanwhile_is_not_missing(one_partition, monkeypatch,
     if not archived:
         pipeline.run("DELETE FROM outbox.published")
 
-    def read(topics: Topics, *given: Any) -> Any:
+    def read(topics: Topics, *given: Any, **named: Any) -> Any:
         pipeline.cut(0)
-        return real(topics, *given)
+        return real(topics, *given, **named)
 
     monkeypatch.setattr(Topics, reading, read)
     # Nothing is known any more of a minute that only Kafka had.

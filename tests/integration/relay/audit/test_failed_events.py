@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psycopg
 import pytest
-from audit_support import Pipeline, pipeline
+from audit_support import EVENTS, Pipeline, pipeline
 from spans import relay
 from support import order, wait_until
 from typer.testing import CliRunner
@@ -53,13 +53,15 @@ def test_an_event_that_is_retried_behind_later_ones_of_its_key(outbox_postgres, 
     [dead] = pipeline.add(1, keys=1, ago=600)
     bury(pipeline, dead, "events", held=held)
     later = pipeline.add(3, keys=1, ago=600)
-    other = pipeline.add(2, keys=2, ago=600)[1]
+    last, other = pipeline.add(2, keys=2, ago=600)
     with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
         sent = f"SELECT FROM outbox.published WHERE event_id = '{other if held else later[-1]}'"
         wait_until(lambda: pipeline.rows(sent), what="what need not wait")
         assert len(pipeline.rows("SELECT FROM outbox.events")) == (4 if held else 0)
         assert pipeline.differences() == []
         command(pipeline, "retry", dead)
+        pipeline.published()
+        [after] = pipeline.add(1, keys=1, ago=600)
         pipeline.published()
     assert pipeline.differences() == []
     offsets = {one: pipeline.record(one).offset() for one in (dead, *later)}
@@ -70,6 +72,53 @@ def test_an_event_that_is_retried_behind_later_ones_of_its_key(outbox_postgres, 
     else:
         swap(pipeline, later[1], later[2])
         assert pipeline.differences() == [("order", later[1])]
+        swap(pipeline, later[1], later[2])
+        # What was written after the retry has waited for it.
+        written = "UPDATE outbox.published SET created_at = created_at {} interval '1 hour' WHERE event_id = '{}'"
+        pipeline.run(written.format("+", after))
+        assert pipeline.differences() == []
+        pipeline.run(written.format("+", last))
+        assert pipeline.differences() == [("order", last)]
+        pipeline.run(written.format("-", last))
+        # As acknowledged, and as for its key's events around it.
+        pipeline.run(f"UPDATE outbox.published SET partition = (partition + 1) % 3 WHERE event_id = '{dead}'")
+        assert pipeline.differences() == [("partition", dead)] * 2
+
+
+def test_a_certificate_of_a_minute_in_which_a_dead_letter_is_retried(outbox_postgres, outbox_kafka, order, tmp_path):
+    """That adds an event to it, and is no damage; what is damaged besides is noticed."""
+    pipeline, file = Pipeline(outbox_postgres, outbox_kafka, *order), tmp_path / "certificate"
+    pipeline.kept_before()
+    ids = pipeline.add(ago=600)
+    bury(pipeline, ids[5], "events")
+
+    def verify() -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["audit", "verify", str(file)], env=pipeline.environment)
+        return done.exit_code, done.output
+
+    with relay(outbox_postgres, outbox_kafka, relay__archive_days=1):
+        pipeline.published()
+        pipeline.applied(EVENTS - 1)
+        status, found = pipeline.audit("--certificate", str(file))
+        assert (status, sum(one["dead"] for one in found["windows"])) == (0, 1), found
+        assert (verify()[0], "by a retry" in verify()[1]) == (0, False)
+        pipeline.relays("pause", "--reason", "a test")
+        command(pipeline, "retry", ids[5])
+        assert (verify()[0], "by a retry" in verify()[1]) == (0, False)
+        pipeline.relays("resume")
+        pipeline.published()
+    # Before and after the group has applied it.
+    for applied in (False, True):
+        if applied:
+            pipeline.applied(EVENTS)
+        status, text = verify()
+        assert (status, "1 event more on Kafka, by a retry" in text) == (0, True), text
+    pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id = '{ids[5]}'")
+    status, text = verify()
+    assert (status, "1 missing" in text) == (1, True), text
+    pipeline.run(f"UPDATE outbox.published SET event_id = gen_random_uuid() WHERE event_id = '{ids[6]}'")
+    status, text = verify()
+    assert (status, "1 unknown" in text) == (1, True), text
 
 
 def test_an_event_that_is_on_kafka_and_failed_for_good(pipeline):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import os
 import signal
+import threading
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 from audit_support import EVENTS, Pipeline, pipeline
 from nursery import NURSERY
 from prometheus_client import generate_latest
+from rows_and_roles import login_role
+from structlog.testing import capture_logs
 from support import order, wait_until
 
 from outbox import Event, Outbox
@@ -20,6 +25,7 @@ from relay import insights
 from relay.audit import follow
 from relay.audit.follow import Follower
 from relay.audit.transactions import Transactions
+from relay.core.ports import Unavailable
 from relay.metrics.outbox import outbox_metrics
 
 __all__ = ["order", "pipeline"]
@@ -195,6 +201,42 @@ def test_a_transaction_that_is_open_may_still_bring_events(pipeline):
         connection.commit()
     assert count(follower) == 0
     assert counts(pipeline) == (0, 0, 0, 0)
+
+
+def test_a_transaction_of_another_database_is_not_waited_for(pipeline):
+    """Its database is known to each role, also to one that does not see since when it is open."""
+    pipeline.sent()
+    follower = pipeline.follower()
+    elsewhere = psycopg.conninfo.make_conninfo(pipeline.database.url, dbname="postgres")
+    with psycopg.connect(elsewhere) as neighbour, psycopg.connect(elsewhere, autocommit=True) as admin:
+        neighbour.execute("SELECT pg_current_xact_id()")
+        wait_until(lambda: follower.advance() and behind(pipeline) < 8, what="the minutes to be compared")
+        with login_role(admin, "follower") as role:
+            theirs = psycopg.connect(pipeline.database.url.replace("postgres@", f"{role}@"), autocommit=True)
+            with closing(theirs):
+                wait_until(lambda: Transactions().closed(theirs) > 0, what="the role to see the database")
+
+
+def test_what_fails_again_in_the_same_way_is_logged_once(pipeline, monkeypatch):
+    follower, stop, real = pipeline.follower(), threading.Event(), follow.audit
+    minutes = itertools.count(int(dt.datetime.now(dt.UTC).timestamp()) // 60 - 30)
+    answers = iter(["away", "away", "away, too", None, "away"])
+
+    def audit(*given: Any) -> Any:
+        answer = next(answers, "")
+        if answer == "":
+            stop.set()
+        if answer is not None:
+            raise Unavailable(f"Kafka: {answer}")
+        return real(*given)
+
+    monkeypatch.setattr(follow, "audit", audit)
+    monkeypatch.setattr(follow, "_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(Transactions, "closed", lambda *_: next(minutes))
+    with capture_logs() as logs:
+        follower.run(stop)
+    texts = [entry["error"] for entry in logs if str(entry.get("error")).startswith("Kafka: ")]
+    assert texts == ["Kafka: away", "Kafka: away, too", "Kafka: away", "Kafka: "]
 
 
 @pytest.mark.parametrize("cause", ["a transaction is open", "the clock went back"])

@@ -124,6 +124,47 @@ def test_a_topic_that_no_route_names_any_more_is_read_if_a_group_reads_it(ledger
     assert ("missing", None) in ledger.differences()
 
 
+def test_a_former_topic_of_a_hundred_thousand_events_beside_another_outbox(ledger, monkeypatch):
+    """The other one is in the same database, with the same source, and the group reads its topic too."""
+    ledger.run("DELETE FROM outbox.published")
+    monkeypatch.setenv("OUTBOX_SCHEMA", "neighbour")
+    for words in (["db", "upgrade"], ["db", "ledger", "on"]):
+        assert CliRunner().invoke(app, words, env=ledger.environment).exit_code == 0
+    monkeypatch.delenv("OUTBOX_SCHEMA")
+    moved, other = (ledger.kafka.create_topic(ledger.kafka.name(name).lower(), 1) for name in ("moved", "other"))
+    options = {"bootstrap.servers": ledger.kafka.bootstrap_servers, "queue.buffering.max.messages": 300_000}
+    producer, ids = Producer(options), {}
+    # Two milliseconds apart.
+    event_id = (
+        "(lpad(to_hex((extract(epoch FROM now() - interval '10 minutes') * 1000)::bigint + n * 2), 12, '0') "
+        "|| '70008000' || lpad(to_hex(n), 12, '0'))::uuid"
+    )
+    for schema, topic in (("outbox", ledger.topic), ("neighbour", other)):
+        ledger.run(
+            f"INSERT INTO {schema}.events (event_id, aggregate_type, aggregate_id, event_type) "
+            f"SELECT {event_id}, '{ledger.kind}', 'k', 'E' FROM generate_series(1, 100000) AS n"
+        )
+        ids[schema] = [str(one) for (one,) in ledger.rows(f"SELECT event_id FROM {schema}.events ORDER BY event_id")]
+        ledger.run(f"DELETE FROM {schema}.events")
+        for one in ids[schema]:
+            producer.produce(topic, headers={"ce_id": one, "ce_source": "/outbox"})
+    producer.produce(ledger.topic, headers={"ce_id": ids["outbox"][3], "ce_source": "/outbox"})
+    assert producer.flush(60) == 0
+    ledger.run(
+        "WITH g AS (INSERT INTO consumer.groups (grp, owner, strategy) VALUES ('g', 'a', 'OffsetsOnly') RETURNING grp) "
+        "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
+        "SELECT grp, topic, 0, 'x', 1000000, 1 "
+        f"FROM g CROSS JOIN unnest(ARRAY['{ledger.topic}', '{moved}', '{other}']) AS topic"
+    )
+    monkeypatch.setenv("OUTBOX_ROUTES", json.dumps({ledger.kind: {"topic": moved}}))
+    status, found = ledger.audit()
+    named = [(one["kind"], one["event_id"], one["topic"]) for one in found["differences"]]
+    assert (status, named) == (1, [("repeated", ids["outbox"][3], ledger.topic)])
+    places = [(one["start"], one["topic"]) for one in found["windows"]]
+    assert len({start for start, _ in places}) > 2
+    assert places == sorted(places)
+
+
 @pytest.mark.parametrize(
     ("retention", "differences"),
     [
@@ -151,9 +192,9 @@ def test_a_partition_that_retention_has_emptied_hides_no_loss(ledger, monkeypatc
     ledger.run("DELETE FROM outbox.events")
     real = Topics.sums
 
-    def sums(topics, *given):
+    def sums(topics, *given, **named):
         ledger.cut(quiet)
-        return real(topics, *given)
+        return real(topics, *given, **named)
 
     monkeypatch.setattr(Topics, "sums", sums)
     status, found = ledger.audit()
