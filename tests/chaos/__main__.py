@@ -132,9 +132,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--consumers",
-        choices=("inbox", "spark"),
+        choices=("inbox", "spark", "both"),
         default="inbox",
-        help="who applies the events; Spark takes a core, and its job's atomic goes by the seed",
+        help="who applies the events; Spark takes a core, and its job's atomic goes by the seed; both: each as a group",
     )
     parser.add_argument(
         "--traces",

@@ -26,7 +26,7 @@ NAMES: Final = frozenset(
 
 Source = Literal["polling", "wal"]
 Delivery = Literal["at-most-once", "at-least-once", "exactly-once"]
-Consumers = Literal["inbox", "spark"]
+Consumers = Literal["inbox", "spark", "both"]
 
 RELAYS: Final = 3
 MEMBERS: Final = 6

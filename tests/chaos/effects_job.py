@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
-from chaos.payments import ATOMIC, DELIVERY, GROUP, payments
+from chaos.payments import ATOMIC, DELIVERY, GROUP, JOB_GROUP, payments
 from spark_jobs import ConsumerJob, Dedup, OffsetsOnly
 
 _LOSSY = os.environ.get(DELIVERY) == "at-most-once"
+_GROUP: Final = os.environ.get(JOB_GROUP, GROUP)
+_EFFECT: Final = f"""
+INSERT INTO effects (grp, event_id, topic, part, at)
+SELECT '{_GROUP}', message_id, message_topic, message_part, message_offset FROM batch ORDER BY message_offset"""
+
 job = ConsumerJob(
-    group=GROUP,
+    group=_GROUP,
     topics=["given-by-the-command"],
-    effect="INSERT INTO effects (event_id, topic, part, at) "
-    "SELECT message_id, message_topic, message_part, message_offset FROM batch ORDER BY message_offset; "
-    + payments.reserve(),
+    effect=f"{_EFFECT}; {payments.reserve()}" if _GROUP == GROUP else _EFFECT,
     atomic="batch" if os.environ.get(ATOMIC) == "batch" else "partition",
     delivery="at-most-once" if _LOSSY else "exactly-once",
     strategy=OffsetsOnly() if _LOSSY else Dedup(),

@@ -23,7 +23,7 @@ from chaos.course import Course, Fault
 from chaos.faults import Hand, program
 from chaos.history import Effect, EventIds, Group, Place
 from chaos.member import FROM
-from chaos.payments import ATOMIC, DELIVERY, GROUP, PROVIDER, TABLE, TOPICS, ChaosProvider
+from chaos.payments import ATOMIC, DELIVERY, GROUP, JOB_GROUP, PROVIDER, SPARK_GROUP, TABLE, TOPICS, ChaosProvider
 from chaos.reading import LiveReader, headers, read_all
 from chaos.stage import Stage
 from outbox._app import migrate as db
@@ -34,15 +34,18 @@ from outbox.transform import PLACE
 
 _ROLES: Final = ("inbox", "inbox", "transform", "transform", "external", "external")
 _WITH_SPARK: Final = ("spark", "transform", "transform", "external", "external")
+_ALL: Final = ("inbox", "inbox", "spark", "transform", "transform", "external", "external")
 _SCRIPT: Final = Path(__file__).with_name("member.py")
 _TABLES: Final = f"""
-CREATE TABLE effects (number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, event_id uuid, topic text, part integer,
-                      at bigint);
+CREATE TABLE effects (number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, grp text DEFAULT '{GROUP}',
+                      event_id uuid, topic text, part integer, at bigint);
 {TABLE}"""
-_EFFECTS: Final = "SELECT event_id::text, topic, part, at FROM effects ORDER BY number"
+_EFFECTS: Final = "SELECT event_id::text, topic, part, at FROM effects WHERE grp = %s ORDER BY number"
 _SETTLED: Final = "SELECT event_id::text, topic, part, at, outcome FROM settled ORDER BY number"
 _DEAD: Final = "SELECT topic, part, message_offset FROM consumer.dead_letters WHERE grp = %s"
-_POSITIONS: Final = "SELECT topic, part, next_offset FROM consumer.offsets WHERE grp = %s"
+_POSITIONS: Final = """
+SELECT topic, part, min(next_offset) FROM consumer.offsets
+ WHERE grp = ANY(%(groups)s) GROUP BY topic, part HAVING count(*) = cardinality(%(groups)s)"""
 _RESERVED: Final = "SELECT message_id::text, message_offset, topic, part, order_key FROM consumer.reservations"
 # With what a member at-most-once has in hand, which is behind its position.
 _UNSETTLED: Final = """
@@ -62,7 +65,7 @@ _KAFKA: Final = {
 
 
 class Members:
-    """Processes of the inbox, or `outbox consume --continuous`, of the transformer and of `outbox external run`.
+    """Processes of the inbox and of `outbox consume --continuous`, of the transformer and of `outbox external run`.
 
     Each is replaced when it ends. They reach the servers as relays do, by the proxies.
     """
@@ -74,7 +77,9 @@ class Members:
         self._topics = stage.first_topics
         self._mutation = mutation
         self._transform_group = stage.topics.name("results")
-        self._roles = _WITH_SPARK if course.configuration.consumers == "spark" else _ROLES
+        self._roles = {"inbox": _ROLES, "spark": _WITH_SPARK, "both": _ALL}[course.configuration.consumers]
+        # Of those that have their positions in Postgres.
+        self._groups = [GROUP, SPARK_GROUP] if course.configuration.consumers == "both" else [GROUP]
         self._atomic = "batch" if course.seed // 2 % 2 else "partition"
         self._delivery = "at-most-once" if course.gives_up else "exactly-once"
         self._opened = ExitStack()
@@ -116,6 +121,10 @@ class Members:
         """Return what the member does that is struck."""
         return self._roles[fault.target % len(self._roles)]
 
+    def pids(self) -> list[tuple[str, int]]:
+        """Return what each member does, and its process."""
+        return [(role, one.pid) for role, one in zip(self._roles, self.present, strict=True)]
+
     def tend(self) -> None:
         """Replace the members that have ended."""
         for number, one in enumerate(self.present):
@@ -134,7 +143,7 @@ class Members:
             while time.monotonic() - changed_at < _STANDS_STILL_SECONDS * patience() / 4:
                 self.tend()
                 with psycopg.connect(self._url) as connection:
-                    positions = _positions(connection)
+                    positions = _positions(connection, self._groups)
                     unsettled = connection.execute(_UNSETTLED).fetchone()
                 ends = {place: bounds.end for place, bounds in admin.snapshot(self._topics).bounds.items()}
                 # Behind the last message there may be an end of a transaction, which is no message to be read.
@@ -149,7 +158,7 @@ class Members:
     def passed(self) -> dict[Place, int]:
         """Return the offsets that all groups are beyond. Raises psycopg.OperationalError."""
         with psycopg.connect(self._url, connect_timeout=5) as connection, self._transformer() as transformer:
-            positions = _positions(connection)
+            positions = _positions(connection, self._groups)
             committed = _committed(transformer, list(positions))
         found = {place: min(at, committed.get(place, 0)) for place, at in positions.items()}
         return {place: at for place, at in found.items() if at > 0}
@@ -162,23 +171,24 @@ class Members:
     def groups(self, connection: psycopg.Connection[Any]) -> list[Group]:
         """Return what the groups have made of the messages."""
         paid = self._stage.limited_topics
-        letters = Counter(((topic, part), at) for topic, part, at in connection.execute(_DEAD, (GROUP,)))
         refused = Counter(read_all(self._stage.topics, [self._stage.refused], _refused))
         settled = connection.execute(_SETTLED).fetchall()
         ids = self._stage.ids
         calls = [Effect(ids.event(event_id), (topic, part), at) for event_id, topic, part, at, _ in settled]
         results = read_all(self._stage.topics, [self._stage.results], lambda message: _result(message, ids))
-        losses: dict[Place, list[range]] = {}
-        for topic, part, first, end in connection.execute(_GIVEN_UP, (GROUP,)):
-            losses.setdefault((topic, part), []).append(range(first, end))
-        # At-most-once the audit has no ids of what was applied.
-        audited = self._delivery == "exactly-once"
         return [
-            Group(GROUP, self._topics, _effects(connection, ids), dead=letters, audited=audited, losses=losses),
+            *(self._in_postgres(connection, name) for name in self._groups),
             Group("results", self._topics, results, per_message=True, by_key=True, dead=refused),
             # Calls are reserved with the effects.
-            Group("payments", paid, calls, by_key=True, losses=losses),
+            Group("payments", paid, calls, by_key=True, losses=_given_up(connection, GROUP)),
         ]
+
+    def _in_postgres(self, connection: psycopg.Connection[Any], name: str) -> Group:
+        letters = Counter(((topic, part), at) for topic, part, at in connection.execute(_DEAD, (name,)))
+        effects, losses = _effects(connection, name, self._stage.ids), _given_up(connection, name)
+        # At-most-once the audit has no ids of what was applied.
+        audited = self._delivery == "exactly-once"
+        return Group(name, self._topics, effects, dead=letters, audited=audited, losses=losses)
 
     def compare_with_provider(self, connection: psycopg.Connection[Any], verdict: Verdict) -> None:
         """Find calls that the provider has in another state, or in another order, than the database."""
@@ -211,6 +221,7 @@ class Members:
             TOPICS: ",".join(self._stage.limited_topics),
             ATOMIC: self._atomic,
             DELIVERY: self._delivery,
+            JOB_GROUP: self._groups[-1],
         }
         # A group of its own: Spark has children.
         return subprocess.Popen(
@@ -236,8 +247,15 @@ class Members:
         return [str(_SCRIPT), role, json.dumps(given)]
 
 
-def _positions(connection: psycopg.Connection[Any]) -> dict[Place, int]:
-    return {(topic, part): at for topic, part, at in connection.execute(_POSITIONS, (GROUP,))}
+def _positions(connection: psycopg.Connection[Any], groups: list[str]) -> dict[Place, int]:
+    return {(topic, part): at for topic, part, at in connection.execute(_POSITIONS, {"groups": groups})}
+
+
+def _given_up(connection: psycopg.Connection[Any], group: str) -> dict[Place, list[range]]:
+    losses: dict[Place, list[range]] = {}
+    for topic, part, first, end in connection.execute(_GIVEN_UP, (group,)):
+        losses.setdefault((topic, part), []).append(range(first, end))
+    return losses
 
 
 def _committed(consumer: Consumer, places: list[Place]) -> dict[Place, int]:
@@ -252,10 +270,10 @@ def _reached(positions: Mapping[Place, int], ends: Mapping[Place, int]) -> bool:
     return all(positions.get(place, 0) >= end for place, end in ends.items())
 
 
-def _effects(connection: psycopg.Connection[Any], ids: EventIds) -> Iterator[Effect]:
+def _effects(connection: psycopg.Connection[Any], group: str, ids: EventIds) -> Iterator[Effect]:
     with connection.cursor("effects") as cursor:
         cursor.itersize = 10_000
-        cursor.execute(_EFFECTS)
+        cursor.execute(_EFFECTS, (group,))
         for event_id, topic, part, at in cursor:
             yield Effect(ids.event(event_id), (topic, part), at)
 

@@ -16,9 +16,12 @@ from provider import Provider
 from outbox.external import External, HttpCall
 
 GROUP: Final = "effects"
+SPARK_GROUP: Final = "spark"
+"""Spark's job has a group of its own where the inbox applies too. The calls are of what the first one applies."""
 PROVIDER, TOPICS, ATOMIC, DELIVERY = "CHAOS_PROVIDER", "CHAOS_PAID_TOPICS", "CHAOS_ATOMIC", "CHAOS_DELIVERY"
+JOB_GROUP: Final = "CHAOS_JOB_GROUP"
 """Environment variables: the provider's address, the topics with a comma between them, and what Spark's job applies
-in one transaction, and by which delivery."""
+in one transaction, by which delivery and as which group."""
 TABLE: Final = """
 CREATE TABLE settled (number bigint GENERATED ALWAYS AS IDENTITY, event_id uuid, topic text, part integer, at bigint,
                       outcome text)"""

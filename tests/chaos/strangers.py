@@ -38,7 +38,7 @@ class Strangers(Threads):
     """
 
     def __init__(self, stage: Stage, course: Course) -> None:
-        self._all = course.configuration.consumers != "spark"
+        self._all = course.configuration.consumers == "inbox"
         # Where only the ledger knows what was written, an audit takes records without a source for lost events.
         self._source = {b"ce_source": b"/strangers"} if course.configuration.lossy else {}
         self._topics = stage.topics
