@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) matrix-kafka \
-	$(KAFKAS:%=matrix-kafka-%) spec chaos mutants peers bench chart docs docs-reference dist screenshots lint lock audit clean
+	$(KAFKAS:%=matrix-kafka-%) spec chaos soak mutants peers bench chart docs docs-reference dist screenshots lint lock audit clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -102,6 +102,9 @@ spec: $(VENV)/.installed  ## the relay's protocol, by a model checker: docs/expl
 chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 64 runs of a minute with operators, summed up in docs/explanation/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
 
+soak: $(VENV)/.installed  ## 90 minutes at 500 events a second, a fault each minute: memory, connections, files, rows and WAL stay flat
+	@$(BIN)/python tests/chaos soak $(ARGS)
+
 mutants: $(VENV)/.installed  ## guards of the product, each taken out once: the tests must notice; ARGS="NAME …" for some
 	@$(BIN)/python tests/mutants $(ARGS)
 
@@ -149,7 +152,7 @@ docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a sit
 	cp spark_jobs/order_totals.py build/docs/pages/spark_jobs
 	find examples/recipes examples/jobs \( -name "*.py" -o -name "*.sql" \) -exec cp --parents {} build/docs/pages \;
 	cp docs/zensical.toml build/docs
-	find docs \( -name "*.md" -o -name "*.yaml" -o -name "*.png" -o -name "*.tla" -o -name "*.cfg" \) -exec cp --parents {} build/docs/pages \;
+	find docs \( -name "*.md" -o -name "*.yaml" -o -name "*.png" -o -name "*.svg" -o -name "*.tla" -o -name "*.cfg" \) -exec cp --parents {} build/docs/pages \;
 	$(VENV)-docs/bin/zensical build --strict --config-file build/docs/zensical.toml
 
 dist: $(VENV)/.installed  ## wheel, sdist and bill of materials of the last commit, to dist; built twice and compared

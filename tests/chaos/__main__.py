@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import os
-import subprocess
 import sys
 import traceback
 from itertools import product
@@ -30,7 +29,7 @@ sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 os.environ.setdefault("OUTBOX_PATIENCE", "4")
 os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
 
-from chaos import table  # noqa: E402
+from chaos import soak, table  # noqa: E402
 from chaos.course import Configuration, Course, course_of  # noqa: E402
 from chaos.run import run  # noqa: E402
 from chaos.stage import KafkaSite  # noqa: E402
@@ -41,6 +40,8 @@ _SEEDS: Final = {"at-most-once": range(1, 5), "at-least-once": range(1, 8), "exa
 
 def main() -> int:
     """Run what the arguments choose."""
+    if sys.argv[1:2] == ["soak"]:
+        return soak.main(sys.argv[2:])
     given = _arguments()
     if given.traces:
         given.source = ["polling"]
@@ -85,25 +86,15 @@ def _one(course: Course, site: KafkaSite, given: argparse.Namespace) -> bool:
         print(f"FAILED: {name} did not end, see {folder}", flush=True)
         return False
     if given.mutation == "none":
-        table.append(given.rows, {"date": date.isoformat(timespec="seconds"), "commit": _commit(), **result.as_json()})
+        table.append(
+            given.rows, {"date": date.isoformat(timespec="seconds"), "commit": table.commit(), **result.as_json()}
+        )
         table.write(given.rows, given.page)
     print(f"{'sound' if result.sound else 'ANOMALIES'}: {name}: {result.verdict}", flush=True)
     print(f"  {result.as_json()}", flush=True)
     if not result.sound:
         print("\n  ".join([f"  logs in {folder}", *result.standing]), flush=True)
     return result.sound
-
-
-def _commit() -> str:
-    """Return the commit that is tested, with a mark where files differ from it."""
-    shown = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return shown.stdout.strip() or "unknown"
 
 
 def _seeds(text: str) -> list[int]:
@@ -143,12 +134,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--mutation", default="none", help="of tests/support/mutant.py: is it found? Not in the table")
     parser.add_argument("--show", action="store_true", help="print the courses and run nothing")
-    parser.add_argument(
-        "--rows", type=Path, default=ROOT / "docs" / "explanation" / "chaos.jsonl", help="the file of JSON lines"
-    )
-    parser.add_argument(
-        "--page", type=Path, default=ROOT / "docs" / "explanation" / "chaos.md", help="the page with the table"
-    )
+    parser.add_argument("--rows", type=Path, default=table.ROWS, help="the file of JSON lines")
+    parser.add_argument("--page", type=Path, default=table.PAGE, help="the page with the table")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "chaos", help="logs of runs with an anomaly")
     return parser.parse_args()
 

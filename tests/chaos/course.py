@@ -52,11 +52,10 @@ _ONLY_EXACTLY: Final = ("txn.", "takeover.")
 _ONLY_WAL: Final = ("stream.",)
 
 # How many of each fault are in the deck they are drawn from.
-_RELAY_FAULTS: Final = {"relay_kill": 5, "relay_term": 2, "relay_pause": 3}
-_MEMBER_FAULTS: Final = {"member_kill": 4, "member_term": 1, "member_pause": 3}
-_POSTGRES_FAULTS: Final = {"postgres_kill": 2, "postgres_cut": 2, "postgres_blackhole": 2}
-_KAFKA_FAULTS: Final = {"broker_kill": 2, "broker_pause": 2}
-_NETWORK_FAULTS: Final = {"kafka_cut": 2, "kafka_blackhole": 1, "kafka_requests": 4}
+RELAY_FAULTS: Final = {"relay_kill": 5, "relay_term": 2, "relay_pause": 3}
+MEMBER_FAULTS: Final = {"member_kill": 4, "member_term": 1, "member_pause": 3}
+_TWO: Final = ("postgres_kill", "postgres_cut", "postgres_blackhole", "broker_kill", "broker_pause", "kafka_cut")
+SERVER_FAULTS: Final = dict.fromkeys(_TWO, 2) | {"kafka_blackhole": 1, "kafka_requests": 4}
 _ACTS: Final = {
     "discard": 4,
     "mend": 4,
@@ -109,11 +108,13 @@ class Configuration:
     consumers: Consumers = "inbox"
     traces: bool = False
     """Relays record their steps."""
+    rate: float = 0.0
+    """Events a second of a soak; 0: as many as a run bears."""
 
     @property
     def audited(self) -> bool:
         """Return whether there is an archive, or at-most-once a ledger, by which the audit compares."""
-        return self.operators or self.traces or self.lossy
+        return self.operators or self.traces or self.lossy or self.rate > 0
 
     @property
     def lossy(self) -> bool:
@@ -217,20 +218,18 @@ class Course:
 
 def course_of(seed: int, configuration: Configuration) -> Course:
     """Return the course of a seed in a configuration."""
-    chance = _chance(seed, configuration, "faults")
+    chance = chance_of(seed, configuration, "faults")
     standby = seed % 5 == 3 and configuration.seconds >= 30
     calm = configuration.operators * round(_CALM_PART * configuration.seconds, 1)
     if calm < 2 * BLOCKED_SECONDS:
         calm = 0.0
     # Without the calm, which is put in afterwards.
     seconds = configuration.seconds - calm
-    servers = _POSTGRES_FAULTS | _KAFKA_FAULTS | _NETWORK_FAULTS
     shorter = 2.0 if calm else 0.0
+    between = (3.0 - shorter, 7.0 - 2.5 * shorter)
     faults = [
-        *_track(chance, seconds, _RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0 - 1.5 * shorter)),
-        *_track(
-            chance, seconds, servers, configuration, first=6.0 - shorter, pause=(3.0 - shorter, 7.0 - 2.5 * shorter)
-        ),
+        *track(chance, seconds, RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0 - 1.5 * shorter)),
+        *track(chance, seconds, SERVER_FAULTS, configuration, first=6.0 - shorter, pause=between),
     ]
     calm_at = seconds / 2
     if standby:
@@ -256,10 +255,10 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         failpoints=tuple(_failpoints(chance, configuration, int(seconds))),
         acts=tuple(sorted(acts, key=lambda act: act.at)),
         member_faults=tuple(
-            _track(
-                _chance(seed, configuration, "members"),
+            track(
+                chance_of(seed, configuration, "members"),
                 configuration.seconds,
-                _MEMBER_FAULTS,
+                MEMBER_FAULTS,
                 configuration,
                 first=5.0,
                 pause=(0.5, 2.0),
@@ -283,11 +282,11 @@ def _in_the_way(fault: Fault, promoted_at: float) -> bool:
     return fault.at < promoted_at + 4 and fault.at + fault.seconds > promoted_at - before
 
 
-def _chance(seed: int, configuration: Configuration, *more: object) -> random.Random:
+def chance_of(seed: int, configuration: Configuration, *more: object) -> random.Random:
     return random.Random(f"{seed}/{configuration}/{configuration.seconds}/{more}")
 
 
-def _track(
+def track(
     chance: random.Random,
     seconds: float,
     names: dict[str, int],
@@ -365,7 +364,7 @@ def _acts(seed: int, configuration: Configuration, calm: tuple[float, float], *,
     if standby:
         # A slot that was made a moment ago is not on the standby yet, and is gone with the primary.
         left_out |= {"switch", "lanes"} if configuration.source == "wal" else {"switch"}
-    chance = _chance(seed, configuration, "acts")
+    chance = chance_of(seed, configuration, "acts")
     at = 3.0 + chance.uniform(0, 2)
     deck: list[str] = []
     while at < configuration.seconds - 1:
@@ -446,7 +445,7 @@ class Transaction:
 
 def transactions(seed: int, configuration: Configuration, writer: int) -> Iterator[Transaction]:
     """Return the transactions of a writer, without end."""
-    chance = _chance(seed, configuration, "writer", writer)
+    chance = chance_of(seed, configuration, "writer", writer)
     while True:
         late = chance.random() < 0.03
         # Up to 300 events, most of them few. One that commits late holds no key that others wait for.

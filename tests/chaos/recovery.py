@@ -12,9 +12,12 @@ from typing import Any, Final
 import psycopg
 from threads import Threads
 
+from chaos.course import BILL, KIND_NAMES, ORDER
 from chaos.history import EventIds, writer_and_number
 from chaos.workload import Pace
 
+STEADY: Final = [KIND_NAMES[number] for number in (ORDER, BILL)]
+"""What nothing but faults holds up."""
 _EVERY: Final = 0.2
 _FULL: Final = 8_000
 _EFFECTS: Final = "SELECT number, event_id::text FROM effects WHERE number > %s ORDER BY number"

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -18,13 +18,13 @@ import psycopg
 
 from chaos.audit import compare_with_audit
 from chaos.checker import EXACTLY_ONCE, LossBound, RepeatBound, Verdict, check
-from chaos.course import KIND_NAMES, Course
+from chaos.course import Course
 from chaos.faults import RelayHand, Relays, ServerHand, bound_of, loss_bound_of
 from chaos.history import Committed, EventIds, History, Message, Place
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all, to_message
-from chaos.recovery import EffectWatch, RecoveryWatch
+from chaos.recovery import STEADY, EffectWatch, RecoveryWatch
 from chaos.specification import compare_with_specification
 from chaos.stage import KafkaSite, Stage
 from chaos.strangers import Strangers
@@ -53,6 +53,10 @@ SELECT count(*), (SELECT sum(attempts) FROM outbox.failures), (SELECT count(*) F
  WHERE NOT EXISTS (SELECT FROM outbox.failures AS f
                     WHERE f.lane = e.lane AND f.aggregate_type = e.aggregate_type AND f.aggregate_id = e.aggregate_id
                       AND f.id < e.id AND f.next_attempt_at = 'infinity')"""
+
+
+Observer = Callable[[Stage, Relays, Members, LiveReader], AbstractContextManager[object]]
+"""Returns what is open while faults go on: it may look at the servers and the processes."""
 
 
 @dataclass(slots=True)
@@ -127,37 +131,44 @@ def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]
 
 
 def run(
-    course: Course, site: KafkaSite, folder: Path, say: Callable[[str], None] = print, mutation: str = "none"
+    course: Course,
+    site: KafkaSite,
+    folder: Path,
+    say: Callable[[str], None] = print,
+    mutation: str = "none",
+    observer: Observer = lambda *_: nullcontext(),
 ) -> Result:
     """Carry a course out, in a folder for the relays' logs, which is removed again when all is well."""
     folder.mkdir(parents=True, exist_ok=True)
     say(str(course))
     with ExitStack() as opened:
-        result = _Run(course, site, folder, opened, mutation).carry_out()
+        result = _Run(course, site, folder, opened, mutation, observer).carry_out()
     if result.sound and mutation == "none":
         shutil.rmtree(folder)
     return result
 
 
 class _Run:
-    def __init__(self, course: Course, site: KafkaSite, folder: Path, opened: ExitStack, mutation: str) -> None:
+    def __init__(
+        self, course: Course, site: KafkaSite, folder: Path, opened: ExitStack, mutation: str, observer: Observer
+    ) -> None:
         self.course = course
         self.folder = folder
         self.opened = opened
         self.mutation = mutation
+        self.observer = observer
         self.stage = Stage(course, site, opened)
         self.steps = folder / "steps.jsonl"
         self.seen: dict[Place, list[str]] = {}
 
     def carry_out(self) -> Result:
         course, seconds = self.course, self.course.configuration.seconds
-        operated = course.configuration.operators
-        pace = Pace(_EVENTS_A_SECOND_BESIDE_OPERATORS if operated else _EVENTS_A_SECOND, _BYTES_A_SECOND)
-        steady = [KIND_NAMES[number] for number in (0, 1)]
+        most = _EVENTS_A_SECOND_BESIDE_OPERATORS if course.configuration.operators else _EVENTS_A_SECOND
+        pace = Pace(course.configuration.rate or most, _BYTES_A_SECOND)
         factory = self.opened.enter_context(_quiet(RelayFactory(self._no_url, self._no_url, self.folder)))
         with (
             Workload(course, self.stage.kinds, self.stage.ids, self.stage.url, pace) as load,
-            RecoveryWatch(self.stage.url, steady, pace, lambda: load.attempted) as watch,
+            RecoveryWatch(self.stage.url, STEADY, pace, lambda: load.attempted) as watch,
             LiveReader(self.stage.topics, self.stage.ids, watch.read, keep=course.retention) as reader,
         ):
             reader.follow(self.stage.first_topics)
@@ -174,7 +185,7 @@ class _Run:
             log = self.folder / "operators.log"
             operators = OperatorHand(course, self.stage, relays, members, reader, log, self.mutation)
             consuming = MemberHand(course, members, effects.healed)
-            with one, other, operators, consuming:
+            with self.observer(self.stage, relays, members, reader), one, other, operators, consuming:
                 _sleep_until(started + course.topic_created_at)
                 self.stage.create_late(reader)
                 _sleep_until(started + seconds)
@@ -261,7 +272,8 @@ class _Run:
             topics = [kind.topic for kind in stage.kinds.values()]
             there = read_all(stage.topics, topics, take, stage.deleted)
             for message in chain(reader.deleted(stage.deleted), there):
-                if message.event is not None:
+                # Hundreds of megabytes in a long run, so only where they are compared.
+                if self.course.configuration.traces and message.event is not None:
                     place = message.topic, message.partition
                     self.seen.setdefault(place, []).append(str(stage.ids.id_of(message.event)))
                 yield message

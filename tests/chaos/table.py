@@ -1,13 +1,18 @@
-"""The runs: JSON lines, and docs/explanation/chaos.md, which sums them up by configuration."""
+"""The runs: JSON lines, and docs/explanation/chaos.md, which sums them up by configuration, and the last soak."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = ROOT / "docs" / "explanation" / "chaos.md"
+ROWS: Final = PAGE.with_name("chaos.jsonl")
 
 _HEAD: Final = """\
 # Chaos
@@ -50,6 +55,19 @@ Jepsen's Kafka workload.
 Each run is a line of `docs/explanation/chaos.jsonl`. Times are the median of the runs' medians, and the longest.
 """
 
+_SOAK: Final = """
+## Soak
+
+`make soak`: {minutes:g} minutes, {source}, {delivery}; {rate:g} events a second, of which some are rolled back, and a
+fault each minute. {events:,} committed events, {struck} faults, {anomalies} anomalies. A process that is killed starts
+again: each is compared with itself, the last third of its samples with the first, by their medians.
+
+![Memory, files, connections, rows and WAL over time](soak.svg)
+
+| figure | of | grew most | from | to | verdict |
+|---|---|---|---|---|---|
+"""
+
 # With what the rows of runs before there were consumers lack.
 _CONFIGURATION: Final = {"source": "", "delivery": "", "brokers": 0, "consumers": "none"}
 
@@ -65,10 +83,24 @@ def append(path: Path, row: Mapping[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def commit() -> str:
+    """Return the commit that is tested, with a mark where files differ from it."""
+    shown = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return shown.stdout.strip() or "unknown"
+
+
 def write(rows: Path, page: Path) -> None:
-    """Write the page anew from all runs of the file."""
+    """Write the page anew from all runs of the file, and from the soak beside it."""
     found = [json.loads(line) for line in rows.read_text().splitlines()]
-    page.write_text(_HEAD + "\n" + summary(found) + "\n\n" + "\n".join(_lines(found)) + "\n")
+    soak = page.with_name("soak.json")
+    shown = "".join(_soak(json.loads(soak.read_text()))) if soak.exists() else ""
+    page.write_text(_HEAD + "\n" + summary(found) + "\n\n" + "\n".join(_lines(found)) + "\n" + shown)
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -117,3 +149,19 @@ def _in_time(rows: Sequence[Mapping[str, Any]]) -> str:
     times = [(row["recovery_p50"], row["recovery_max"]) for row in rows if row["recovery_p50"] is not None]
     quick = sum(middle <= _MEDIAN_SECONDS and longest <= _LONGEST_SECONDS for middle, longest in times)
     return f"{quick} of {len(times)}"
+
+
+def _soak(row: Mapping[str, Any]) -> Iterable[str]:
+    """Return the section of a soak, with one line for each figure: what has grown most of it."""
+    counts = {"minutes": row["seconds"] / 60, "struck": len(row["struck"]), "anomalies": sum(row["anomalies"].values())}
+    yield _SOAK.format(**{**row, **counts})
+    figures: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for each in row["findings"]:
+        if each["verdict"] in {"flat", "grows"}:
+            figures[each["figure"]].append(each)
+    for figure, found in figures.items():
+        most = max(found, key=lambda each: (each["verdict"] == "grows", each["growth"]))
+        grown = ", ".join(each["name"] for each in found if each["verdict"] == "grows")
+        verdict = f"**grows**: {grown}" if grown else "flat"
+        shown = (figure, len(found), most["name"], f"{most['first']:,g}", f"{most['last']:,g}", verdict)
+        yield "| " + " | ".join(map(str, shown)) + " |\n"

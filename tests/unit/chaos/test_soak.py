@@ -1,0 +1,161 @@
+"""``make soak``: its course, what is said of its samples, and how they are drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+from xml.etree import ElementTree
+
+import pytest
+from chaos import table
+from chaos.course import MEMBER_FAULTS, RELAY_FAULTS, SERVER_FAULTS, Configuration
+from chaos.plot import plot
+from chaos.samples import FIGURES, MEMORY, OLDEST, SIZE, Finding, judge, load
+from chaos.soak import soak_course
+
+LONG = Configuration("wal", "exactly-once", 1, 5400.0, operators=False, consumers="both", rate=500.0)
+
+
+def test_each_minute_has_a_fault_and_its_dead_letters_are_discarded():
+    course = soak_course(1, LONG)
+    assert course == soak_course(1, LONG)
+    faults = sorted((*course.faults, *course.member_faults), key=lambda each: each.at)
+    assert [each.at for each in faults] == [60.0 * minute for minute in range(1, 90)]
+    assert {each.name for each in faults} == {*RELAY_FAULTS, *MEMBER_FAULTS, *SERVER_FAULTS}
+    assert faults != sorted(
+        (*soak_course(2, LONG).faults, *soak_course(2, LONG).member_faults), key=lambda each: each.at
+    )
+    assert {act.name for act in course.acts} == {"discard"}
+    assert len(course.acts) == 89
+    assert not any(course.failpoints)
+    assert LONG.audited
+
+
+def life(begin: float, minutes: float, value) -> list[tuple[float, float]]:
+    """A life with a sample each five seconds; ``value`` of a second."""
+    return [(begin + 5.0 * step, value(5.0 * step)) for step in range(round(12 * minutes))]
+
+
+def one(lives, figure: str = MEMORY, name: str = "relay") -> Finding:
+    (found,) = judge({(figure, name): {str(number): each for number, each in enumerate(lives)}})
+    return found
+
+
+def test_what_stays_is_flat_and_what_rises_all_the_time_grows():
+    assert one([life(0, 90, lambda at: 80 + at % 50)]).verdict == "flat"
+    found = one([life(0, 90, lambda at: 80 + at / 50)])
+    assert (found.verdict, found.lives) == ("grows", 1)
+    assert 65 < found.growth < 75
+    assert found.last - found.first == pytest.approx(found.growth, abs=0.2)
+
+
+def test_a_process_that_warms_up_is_flat():
+    assert one([life(0, 9, lambda at: 200 * min(at, 115) / 115)]).verdict == "flat"
+
+
+def test_each_life_is_compared_with_itself():
+    """The last life has less than the first, and each of them grows."""
+    lives = [life(1200.0 * number, 20, lambda at, number=number: 400 - 100 * number + at / 8) for number in range(4)]
+    found = one(lives)
+    assert (found.verdict, found.lives) == ("grows", 4)
+    # The other way round: each is flat, the next one higher.
+    assert (
+        one([life(1200.0 * each, 20, lambda _, each=each: 100.0 + 100 * each) for each in range(4)]).verdict == "flat"
+    )
+
+
+def test_lives_that_are_short_do_not_count_beside_long_ones():
+    short = [life(300.0 * number, 9, lambda at: at) for number in range(9)]
+    assert one([*short, life(0, 30, lambda _: 80.0)]).verdict == "flat"
+    assert one([*short[:3], life(0, 30, lambda at: at)]).verdict == "grows"
+
+
+def test_a_peak_at_a_fault_is_no_growth():
+    assert one([life(0, 90, lambda at: 500.0 if 5000 < at < 5300 else 0.5)], OLDEST, "outbox").verdict == "flat"
+
+
+def test_so_little_is_no_growth():
+    slack = FIGURES[MEMORY].slack
+    for rise, verdict in ((slack - 1, "flat"), (slack + 1, "grows")):
+        assert one([life(0, 30, lambda at, rise=rise: 80 + rise * (at > 900))]).verdict == verdict
+    assert one([life(0, 30, lambda at: 1000 + 90 * (at > 900))]).verdict == "flat"
+
+
+def test_what_is_sampled_too_briefly_gets_no_verdict():
+    assert one([life(0, 6.5, lambda at: at)]).verdict == "too short"
+
+
+def test_an_archive_grows_until_it_is_old_enough():
+    assert one([life(0, 90, lambda at: at)], SIZE, "outbox.published").verdict == "kept"
+    assert one([life(0, 90, lambda at: at)], SIZE, "outbox.events").verdict == "grows"
+
+
+def test_samples_are_read_by_life(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    lines = [{"at": at, "values": [[MEMORY, "relay", str(at // 10), 80 + at], [SIZE, "t", "", 1]]} for at in (5, 9, 15)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert load(file) == {
+        (MEMORY, "relay"): {"0": [(5, 85), (9, 89)], "1": [(15, 95)]},
+        (SIZE, "t"): {"": [(5, 1), (9, 1), (15, 1)]},
+    }
+
+
+NAMES = ["relay", "<inbox> & co", "spark's JVM", "a", "b", "c", "d"]
+
+
+def picture(names=NAMES) -> str:
+    series = {(MEMORY, name): {"1": life(0, 10, lambda at: at), "2": life(600, 80, math.sqrt)} for name in names}
+    kept = {(SIZE, "outbox.published"): {"": life(0, 90, lambda at: at)}, (SIZE, "outbox.events"): {"": [(5.0, 3.0)]}}
+    return plot({**series, **kept}, [60.0, 120.0, 180.0], 5400.0)
+
+
+def test_the_plot_is_xml_with_a_line_for_each_life_and_a_tick_for_each_fault():
+    text = picture()
+    root = ElementTree.fromstring(text)
+    space = {"s": "http://www.w3.org/2000/svg"}
+    panels = root.findall("s:g", space)
+    assert len(panels) == 2
+    assert len(panels[0].findall("s:polyline", space)) == 2 * 5, "two lives of the five that have most"
+    assert len(panels[1].findall("s:polyline", space)) == 1, "what is kept is not drawn"
+    for panel in panels:
+        assert panel.find("s:path[@class='faults']", space).get("d").count("M") == 3
+        for line in panel.findall("s:polyline", space):
+            points = [tuple(map(float, each.split(","))) for each in line.get("points").split()]
+            assert 1 <= len(points) < 300
+            assert all(0 < x < 470 and 0 < y < 190 for x, y in points)
+            assert points == sorted(points, key=lambda each: each[0])
+    legend = "".join(panels[0].findall("s:text", space)[1].itertext())
+    assert "<inbox> & co" in legend
+
+
+def test_the_plot_is_the_same_for_the_same_samples():
+    assert picture() == picture(NAMES[::-1])
+
+
+def test_the_page_has_a_section_for_the_last_soak(tmp_path):
+    rows, page = tmp_path / "chaos.jsonl", tmp_path / "chaos.md"
+    rows.write_text("")
+    table.write(rows, page)
+    assert "## Soak" not in page.read_text()
+    finding = {
+        "figure": MEMORY,
+        "name": "relay",
+        "verdict": "flat",
+        "lives": 2,
+        "first": 80.0,
+        "last": 81.5,
+        "growth": 1,
+    }
+    row = {"seconds": 5400.0, "struck": [60.0], "rate": 500.0, "events": 2500000, "source": "wal"}
+    row |= {"delivery": "exactly-once", "anomalies": {}}
+    other = {**finding, "name": "inbox", "growth": 0.5}
+    row["findings"] = [finding, other, {**finding, "verdict": "too short"}]
+    (tmp_path / "soak.json").write_text(json.dumps(row))
+    table.write(rows, page)
+    text = page.read_text()
+    assert "2,500,000 committed events, 1 faults, 0 anomalies" in text
+    assert text.endswith("| memory | 2 | relay | 80 | 81.5 | flat |\n")
+    row["findings"] = [finding, {**other, "verdict": "grows"}]
+    (tmp_path / "soak.json").write_text(json.dumps(row))
+    table.write(rows, page)
+    assert page.read_text().endswith("| memory | 2 | inbox | 80 | 81.5 | **grows**: inbox |\n")
