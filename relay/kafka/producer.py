@@ -375,10 +375,18 @@ class BatchProducer:
     def serve(self) -> None:
         self._poll(0)
 
-    def close(self) -> None:
+    def purge(self) -> None:
+        """Drop what is queued and in flight. The producer must not be used again."""
         self.producer.purge()
         with contextlib.suppress(KafkaException):
             self.producer.poll(0)
+
+    def close(self) -> None:
+        """Purge, and end the producer: the traceback of a failure may keep this object until the collector comes, and
+        librdkafka's threads and connections would stay with it.
+        """
+        self.purge()
+        del self.producer
 
     def _topics_at_fault(self, causes: Sequence[tuple[Claim, KafkaError]]) -> list[str]:
         found = {}

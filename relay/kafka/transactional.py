@@ -172,7 +172,7 @@ class TransactionalPublisher:
             return self._in_transaction(sender, batches, deadline, confirm)
         except _NotConfirmed as error:
             self._abort(sender)
-            self.close()
+            self._purge()
             return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
             failure, blamed, aborted = self._abort_after(sender, error)
@@ -189,14 +189,14 @@ class TransactionalPublisher:
                 failure, blamed = forbidden, ()
         except OutboxError:
             self._abort(sender)
-            self.close()
+            self._purge()
             raise
         # Only if no EndTxn was sent in this turn: otherwise only the markers tell what is published.
         goes_on = isinstance(failure, BatchRefused) and aborted and sender.fatal is None and sender.ends == ends
         if goes_on:
             self._replace(sender)
         else:
-            self.close()
+            self._purge()
         return self._failed_turn(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
@@ -207,10 +207,12 @@ class TransactionalPublisher:
 
         Not in ``publish``: this fences whoever has taken a lane, so the leases have to be checked after it.
         """
+        if self._closed:
+            return
         for each in self._senders:
             each.serve()
         sender = self._senders[self._turn % len(self._senders)]
-        if not self._closed and not sender.initialized and (busy := self._init(sender)) is not None:
+        if not sender.initialized and (busy := self._init(sender)) is not None:
             raise busy
 
     def _next_sender(self) -> _TransactionalProducer:
@@ -219,10 +221,16 @@ class TransactionalPublisher:
 
     def close(self) -> None:
         """Discard the producers. The next init of an id ends its open transaction."""
-        if not self._closed:
-            self._closed = True
-            for sender in self._senders:
-                sender.close()
+        self._purge()
+        for sender in self._senders:
+            sender.close()
+        self._senders.clear()
+
+    def _purge(self) -> None:
+        """Drop what is in flight; the next turn fails. The caller of ``publish`` closes the publisher."""
+        self._closed = True
+        for sender in self._senders:
+            sender.purge()
 
     def _in_transaction(
         self, sender: _TransactionalProducer, batches: Batches, deadline: float, confirm: Confirm | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import takeover_support
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Producer
 from support import wait_until, write
 from takeover_support import LANES, Worker, place
 
@@ -372,3 +373,20 @@ def test_a_relay_goes_on_after_a_refusal_and_another_one_takes_its_lanes(place, 
     place.tables.run("DELETE FROM outbox.events WHERE aggregate_id = 'large'")
     heir.drain()
     assert place.all_once()
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exactly-once", "at-least-once"])
+def test_of_a_turn_that_failed_no_producer_is_left_whoever_remembers_the_publisher(place, exact):
+    """As the traceback of the failure does, until the collector comes. Each producer has threads and connections, and
+    while a broker is away every turn makes new ones.
+    """
+    worker = place.joined("a", exact=exact)
+    place.add()
+    publisher = worker.publisher
+    senders = list(publisher._senders) if exact else [publisher._sender]
+    producers = [sender.producer for sender in senders]
+    publisher._delivery_seconds = 0.0
+    assert isinstance(worker.publish(), Failed)
+    publisher.close()
+    alone = [Producer({"bootstrap.servers": "127.0.0.1:1", "log_level": 0})]
+    assert {sys.getrefcount(each) for each in producers} == {sys.getrefcount(each) for each in alone}
