@@ -46,7 +46,7 @@ def _panel(figure: str, series: Series, faults: Sequence[float], seconds: float)
     legend = "".join(
         f'<tspan fill="{color}">{escape(name)}  </tspan>' for name, color in zip(names, _COLORS, strict=False)
     )
-    yield f'<text x="{_LEFT}" y="32" font-size="9.5" xml:space="preserve">{legend}</text>'
+    yield f'<text x="{_LEFT}" y="32" font-size="8.5" xml:space="preserve">{legend}</text>'
     yield f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#8c959f"/>'
     for value, y in ((top, _TOP + 4), (0.0, bottom)):
         yield f'<text x="{_LEFT - 5}" y="{y}" text-anchor="end">{value:g}</text>'

@@ -1,6 +1,7 @@
 """The command behind `make soak`: one long run at a steady rate, a fault each minute; nothing may grow.
 
-    make soak                                              90 minutes, 500 events a second, the WAL, exactly-once
+    make soak                                              90 minutes, 500 events a second, the WAL, exactly-once;
+                                                           on a machine that does nothing else
     make soak ARGS="--minutes 30 --seed 2 --source polling"
     make soak ARGS="--show"                                print the course, run nothing
     make soak ARGS="--report build/soak/… --publish"       judge the samples of a run again, and put it into the docs
@@ -18,6 +19,7 @@ import json
 import math
 import shutil
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -136,9 +138,10 @@ def _report(folder: Path, *, publish: bool) -> int:
     findings = judge(series)
     picture = folder / "soak.svg"
     picture.write_text(plot(series, known["struck"], known["seconds"]))
-    print(f"{sum(each.verdict == 'flat' for each in findings)} of {len(findings)} figures are flat; the others:")
+    verdicts = Counter(each.verdict for each in findings)
+    print(", ".join(f"{count} figures: {verdict}" for verdict, count in sorted(verdicts.items())))
     for each in findings:
-        if each.verdict != "flat":
+        if each.verdict in {"grows", "kept"}:
             print(
                 f"  {each.verdict}: {each.figure}, {each.name}: {each.first:g} to {each.last:g} in {each.lives} lives"
             )
