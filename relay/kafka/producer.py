@@ -1,7 +1,6 @@
 """Sends a turn's events with one librdkafka producer, and interprets failures. Both publishers use it.
 
-Idempotence (KIP-98) prevents librdkafka's own retries from duplicating or reordering events of one producer. After any
-failure the producer is discarded.
+By idempotence (KIP-98), librdkafka's own retries repeat and reorder nothing. After a failure the producer is discarded.
 """
 
 from __future__ import annotations
@@ -382,9 +381,7 @@ class BatchProducer:
             self.producer.poll(0)
 
     def close(self) -> None:
-        """Purge, and end the producer: the traceback of a failure may keep this object until the collector comes, and
-        librdkafka's threads and connections would stay with it.
-        """
+        """Purge, and end librdkafka's threads and connections: a failure's traceback may keep this object for long."""
         self.purge()
         del self.producer
 
@@ -404,8 +401,7 @@ class BatchProducer:
         return None if reason is None else f"topic {self._topic(claim)!r}: {reason} ({error.str()})"
 
     def _lost(self) -> str:
-        events = len(self._failed)
-        sent = sum(map(len, self.sent.values()))
+        events, sent = len(self._failed), sum(map(len, self.sent.values()))
         return f" ({events} of {sent} events not acknowledged)" if events else ""
 
     def _topic(self, claim: Claim) -> str:
