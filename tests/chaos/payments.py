@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sqlite3
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ class ChaosProvider(Provider):
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        # It is read behind the end of the server.
+        weakref.finalize(self, self._memory.close)
         self._asked: Counter[str] = Counter()
         super().__init__(Path())
 
