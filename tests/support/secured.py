@@ -60,10 +60,24 @@ class Certificates:
         )
 
 
+_SIGNS: Final = x509.KeyUsage(
+    key_cert_sign=True,
+    crl_sign=True,
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    encipher_only=False,
+    decipher_only=False,
+)
+
+
 def _certificate(
     name: str, issuer: tuple[Any, Any] | None, file: Path, key_file: Path | None = None
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     key = ec.generate_private_key(ec.SECP256R1())
+    signer = key if issuer is None else issuer[1]
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = dt.datetime.now(dt.UTC)
     builder = (
@@ -75,11 +89,16 @@ def _certificate(
         .not_valid_before(now - dt.timedelta(days=1))
         .not_valid_after(now + dt.timedelta(days=7))
         .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), critical=True)
+        # Python 3.13 wants these three.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
-    if issuer is not None:
+    if issuer is None:
+        builder = builder.add_extension(_SIGNS, critical=True)
+    else:
         names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
         builder = builder.add_extension(names, critical=False)
-    made = builder.sign(issuer[1] if issuer else key, hashes.SHA256())
+    made = builder.sign(signer, hashes.SHA256())
     file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
     if key_file is not None:
         plain = serialization.NoEncryption()
