@@ -16,7 +16,7 @@ SELECT c.relname AS name, coalesce(pg_total_relation_size(c.oid), 0) AS bytes,
        greatest(c.reltuples, 0)::bigint AS rows,
        coalesce(s.n_live_tup, 0) AS live_rows, coalesce(s.n_dead_tup, 0) AS dead_rows,
        greatest(s.last_vacuum, s.last_autovacuum) AS vacuumed_at, p.relname AS parent,
-       coalesce(pg_get_expr(c.relpartbound, c.oid) = 'DEFAULT', false) AS stray,
+       coalesce(pg_get_expr(c.relpartbound, c.oid) = 'DEFAULT', false) AS stray, pg_relation_size(c.oid) > 0 AS filled,
        CASE WHEN k.atttypid IN ('timestamptz'::regtype, 'timestamp'::regtype, 'date'::regtype)
             THEN extract(epoch FROM clock_timestamp() - (regexp_match(
                      pg_get_expr(c.relpartbound, c.oid),
@@ -71,7 +71,8 @@ def table_sizes(connection: psycopg.Connection[Any], schema: str) -> Sequence[Ma
     """Return the tables of a schema, partitions included: bytes with indexes, and the planner's count of rows.
 
     ``live_rows`` and ``dead_rows`` are those of the server's statistics. Of a partition, ``stray`` says whether it is
-    the default one, and ``over_seconds`` how long its time is over; None without such an end.
+    the default one, ``filled`` whether it ever had rows, and ``over_seconds`` how long its time is over; None without
+    such an end.
 
     Raises Unavailable.
     """

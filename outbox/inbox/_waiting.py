@@ -121,6 +121,9 @@ class WaitingLetters:
                     left.popleft()
                 else:
                     cleared[partition] = found
+                if found:
+                    # However long the look took, a letter is tried: else none ever would be.
+                    continue
             elif self._applier.retry(claim, partition, cleared[partition]):
                 left.rotate(-1)
             else:

@@ -167,8 +167,8 @@ def check_origin(lane: int, marker: Marker | None, system_identifier: str, timel
     if marker is not None and marker.system_identifier != system_identifier:
         raise StateLost(
             f"lane {lane}: the state topic's marker was written for the database {marker.system_identifier}, this is "
-            f"{system_identifier}. If two outboxes share this Kafka, give each its own OUTBOX_NAME; if pg_upgrade has "
-            "given this server a new identifier, run `outbox relay upgraded`; if this database was restored from a "
+            f"{system_identifier}. If another outbox has, or had, this OUTBOX_NAME, choose a new one; if pg_upgrade "
+            "has given this server a new identifier, run `outbox relay upgraded`; if this database was restored from a "
             f"dump: {_SEE}"
         )
     if marker is not None and marker.timeline > timeline:

@@ -23,6 +23,7 @@ _STALE_SECONDS: Final = 240.0
 # Ids without a time have the day 1970-01-01, whose partition is kept for good.
 _YEARS_SECONDS: Final = 20 * 365 * 86_400.0
 _DAY_SECONDS: Final = 86_400.0
+IDS: Final = "processed_messages"
 # No table of a user's own becomes a label.
 _OWN: Final = frozenset({*OUTBOX, *CONSUMER, "published_default", "ledger", "ledger_state", "alembic_version"})
 
@@ -32,12 +33,23 @@ class Table:
     """A table with its partitions, except for the default one, which is a table of its own here.
 
     over_seconds  how long the time of its first partition is over; 0 without partitions.
+    idle_seconds  how long that of the last one with rows is over; None without rows.
     """
 
     bytes: int = 0
     rows: int = 0
     dead_rows: int = 0
     over_seconds: float = 0.0
+    idle_seconds: float | None = None
+
+    def overdue_seconds(self, name: str, days: int) -> float:
+        """Return for how long a partition should be gone of which so many days are kept.
+
+        Of ids they count back from the newest; see consumer/retention.py.
+        """
+        idle = self.idle_seconds if name == IDS else None
+        since_newest = idle + _DAY_SECONDS if idle else 0.0
+        return max(self.over_seconds - since_newest - days * _DAY_SECONDS, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +78,9 @@ def summed(rows: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
         over = row["over_seconds"] or 0.0
         if over < _YEARS_SECONDS:
             table.over_seconds = max(table.over_seconds, over)
+            if row["filled"] and row["over_seconds"] is not None:
+                known = table.idle_seconds
+                table.idle_seconds = max(over if known is None else min(known, over), 0.0)
     return found
 
 
@@ -154,7 +169,7 @@ class StorageWatch:
                 continue
             tables |= {(place.schema, name): table for name, table in found.items()}
             overdue |= {
-                (place.schema, name): max(found[name].over_seconds - days * _DAY_SECONDS, 0.0)
+                (place.schema, name): found[name].overdue_seconds(name, days)
                 for name, days in place.keep_days.items()
                 if name in found
             }

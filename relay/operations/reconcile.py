@@ -303,7 +303,7 @@ class Reconciler:
         if seen.disowns(marker):
             raise OperationRefused(
                 f"{self._state.name!r} holds markers of another database, and this outbox has never published "
-                "exactly-once: another outbox has the same OUTBOX_NAME. Give each its own, and run this again"
+                "exactly-once: another outbox has, or had, the same OUTBOX_NAME. Choose a new one for this outbox"
             )
         try:
             resume(lane, seen.last_batch, marker, seen.system, seen.timeline)

@@ -121,7 +121,9 @@ class Retention:
                 return
             try:
                 with connection.transaction():
-                    done = self._run(connection, force=False)
+                    done = self._begin(connection, force=False)
+                with connection.transaction():
+                    self._change(connection, done, force=False)
             except (psycopg.ProgrammingError, psycopg.IntegrityError, errors.LockNotAvailable) as error:
                 # Missing rights, a table with that name, a lock that others hold: publishing goes on in any case.
                 if self._first_today():
@@ -147,7 +149,8 @@ class Retention:
             if dry_run:
                 return self._plan(connection)
             connection.execute(_LOCK, (self._lock,))
-            plan = self._run(connection, force=force)
+            plan = self._begin(connection, force=force)
+            self._change(connection, plan, force=force)
         if plan.held_back and not force:
             raise overdue(plan)
         return plan
@@ -192,16 +195,21 @@ class Retention:
         assert row is not None
         return row
 
-    def _run(self, connection: psycopg.Connection[Any], *, force: bool) -> PrunePlan:
+    def _begin(self, connection: psycopg.Connection[Any], *, force: bool) -> PrunePlan:
+        """Return what is due, and delete rows that no partition had: they stay deleted if ``_change`` fails."""
         # Creating and dropping take locks that block every archiving relay: give up soon.
         connection.execute("SET LOCAL lock_timeout = '2s'")
         connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
         plan = self._plan(connection)
+        if plan.stray_rows and (force or not plan.held_back):
+            # First: it may take minutes, and relays wait for the lock of a DROP.
+            before = sql.Literal(_midnight(plan.oldest))
+            connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
+        return plan
+
+    def _change(self, connection: psycopg.Connection[Any], plan: PrunePlan, *, force: bool) -> None:
+        """Drop and create partitions."""
         if force or not plan.held_back:
-            if plan.stray_rows:
-                # First: it may take minutes, and relays wait for the lock of a DROP.
-                before = sql.Literal(_midnight(plan.oldest))
-                connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
             for name in plan.drop:
                 connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
         if plan.create:
@@ -216,7 +224,6 @@ class Retention:
             }
             for statement in _CREATE:
                 connection.execute(sql.SQL(statement).format(**names))
-        return plan
 
     def _first_today(self) -> bool:
         """Return whether this is the first complaint of the day, by the relay's own clock."""

@@ -194,7 +194,7 @@ def test_two_outboxes_that_share_a_name_are_kept_apart(
         elsewhere = settings | {"database_url": other.url, "log_format": "json"}
         second = outbox_relay(**elsewhere)
         await_stops(second, 4)
-        assert "give each its own OUTBOX_NAME" in second.log()
+        assert "this OUTBOX_NAME, choose a new one" in second.log()
         load.more(100)
         load.drain()
         assert (first.running, second.running) == (True, True)

@@ -92,6 +92,25 @@ def test_partitions_that_are_missing_or_should_be_gone(outbox_postgres):
     wait_until(lambda: firing(_samples(watched)) <= {"OutboxNotPublishing"}, what="the alerts to be over")
 
 
+def test_of_a_sink_that_is_idle_no_ids_are_overdue(outbox_postgres):
+    """Their days count back from the newest, so nothing can be pruned."""
+    url = outbox_postgres.url
+    retention = IdRetention(url, "consumer", 14)
+    with psycopg.connect(url, autocommit=True) as connection:
+        old_partition(connection, "consumer", "processed_messages", 40)
+        connection.execute("ALTER TABLE consumer.old_partition RENAME TO processed_40")
+        old_partition(connection, "consumer", "processed_messages", 30)
+        day = "(current_date - 30)::timestamptz + interval '1 hour'"
+        connection.execute(
+            "INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'test') ON CONFLICT DO NOTHING;"
+            f"INSERT INTO consumer.processed_messages (grp, day, message_id, seen_at) SELECT 'g', current_date - 30,"
+            f" gen_random_uuid(), {day}"
+        )
+    watched = Watched(url)
+    assert watched.of("prune_overdue_seconds", "processed_messages", "consumer") == 0
+    assert retention.due().dropped == []
+
+
 def test_a_role_without_pg_monitor_sees_all_but_the_wal_directory(outbox_postgres):
     with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "relay") as role:
         watched = Watched(outbox_postgres.url.replace("postgres@", f"{role}@"))

@@ -174,7 +174,7 @@ def test_a_neighbour_of_the_same_name_keeps_its_markers(restored, resend):
     restored.put("events", again)
     restored.send(again)
     refused = restored.reconcile("--apply", "--reason", "x")
-    assert (refused.returncode, "Give each its own" in refused.stderr) == (1, True), refused.stderr
+    assert (refused.returncode, "Choose a new one" in refused.stderr) == (1, True), refused.stderr
     found = restored.recover(*resend, "--reason", "restored")
     assert found["settled"] == {"1": [again]}
     assert restored.state.last_markers(range(8)) == markers

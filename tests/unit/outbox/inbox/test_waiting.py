@@ -64,3 +64,35 @@ def test_a_look_that_takes_long_and_releases_nothing_is_not_repeated_each_second
         waiting.keep_up({PLACE: part})
         clock.now += 1.0
     assert letters.looks == looks
+
+
+class Waiting(Letters):
+    """Three letters that are to be retried."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__(clock, seconds)
+        self.left = [1, 2, 3]
+
+    def with_letters(self, connection: Any, partitions: Any) -> tuple[set[Any], set[Any]]:
+        return set(partitions if self.left else ()), set()
+
+    def hold_back(self, connection: Any, partition: Any, most: int) -> set[int] | None:
+        self.looks += 1
+        self._clock.now += self._seconds
+        return set(self.left) or None
+
+    def retry(self, part: Any, partition: Any, cleared: set[int]) -> bool:
+        return bool(cleared) and self.left.pop(0) in cleared
+
+
+def test_a_letter_is_retried_however_long_the_look_takes(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(_waiting, "time", clock)
+    letters = Waiting(clock, 3.0)
+    waiting = _waiting.WaitingLetters(letters, Session(), letters)  # type: ignore[arg-type]
+    claim: Any = "claimed"
+    part = Assigned(PLACE, claim, set(), 0)
+    for _ in range(3):
+        until = clock.now + 1.0
+        waiting.keep_up({PLACE: part}, lambda until=until: clock.now < until)
+    assert letters.left == []
