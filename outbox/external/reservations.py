@@ -101,17 +101,17 @@ _NOW: Final = """
 SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
        coalesce(key_until <= now(), false) AS expired
   FROM {reservations} WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s FOR UPDATE"""
-# The key's time begins by the earlier of two clocks, and in _DUE it ends by the later one: where the database's is
-# corrected in between, the provider may forget the key before that clock says so.
+# Durable: the claim is the only trace of a call, and a server that forgot it would have it made again, without an
+# ``ask``. The key's time begins by the earlier of two clocks, and in _DUE it ends by the later one: where the
+# database's is corrected in between, the provider may forget the key before that clock says so.
 _BEGIN: Final = """
 UPDATE {reservations}
    SET state = %(state)s, unsure = %(unsure)s, attempts = attempts + 1, worker = %(worker)s,
        next_attempt_at = now() + make_interval(secs => %(lease)s),
        key_until = CASE WHEN key_until > now() OR NOT %(keyed)s THEN key_until
                         ELSE least(now(), to_timestamp(%(clock)s)) + make_interval(secs => %(key_seconds)s) END
- WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
-# The claim is the only trace of a call: a server that forgot it would have it made again, without an ``ask``.
-_DURABLY: Final = " RETURNING {synchronous}"
+ WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s
+RETURNING {synchronous}"""
 _GIVE_UP: Final = """
 UPDATE {reservations}
    SET state = 'stuck', unsure = %(unsure)s,
@@ -229,7 +229,7 @@ class Reservations:
                     continue
                 self._run(
                     cursor,
-                    _BEGIN + _DURABLY,
+                    _BEGIN,
                     message_id=row["message_id"],
                     state="cancelling" if state.taking_back else "calling",
                     unsure=unsure,

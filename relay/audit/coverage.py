@@ -38,7 +38,7 @@ class Coverage:
         """The first offset of each partition, after the last reading."""
         self._ledger_from = minutes.start
         self._expired: dict[str, float] = {}
-        # By topic without a retention, the time before which somebody may have deleted records.
+        # By topic without a retention, the time before which records may have been deleted.
         self._cut: dict[str, float] = {}
         self._kept_since: Callable[[str], float] = lambda _: math.inf
 
@@ -55,7 +55,7 @@ class Coverage:
         return window.minute * WINDOW_SECONDS < self._expired.get(window.topic, 0)
 
     def cut(self, window: Window) -> bool:
-        """Return whether somebody has deleted records of a topic without a retention, perhaps some of a window."""
+        """Return whether records of a topic without a retention were deleted, perhaps some of a window."""
         return window.minute * WINDOW_SECONDS < self._cut.get(window.topic, 0)
 
     def of_archive(self, found: tuple[int, dt.datetime] | None, *, on: bool) -> None:

@@ -42,7 +42,7 @@ def test_at_most_once_a_kill_loses_at_most_a_batch_and_doubles_nothing(
 
 
 def test_at_most_once_what_a_relay_abandons_is_not_said_to_be_sent_again(url, outbox_kafka, outbox_relay):
-    """It is told twice to end, between the DELETE and the sending."""
+    """It gets SIGTERM twice, between the DELETE and the sending."""
     topic = outbox_kafka.create_topic(outbox_kafka.name("once"))
     add(url, *(event("Order", f"a{number:02}") for number in range(20)))
     armed = routes(Order=topic) | {"OUTBOX_FAILPOINTS": "batch.settled=delay:300@2"}

@@ -63,7 +63,7 @@ KEPT: Final = {
     "consumer.reservations",
     "consumer.dead_letters",
 }
-"""Tables that grow until what is in them is as old as it may get, or somebody discards it."""
+"""Tables that grow until what is in them is as old as it may get, or an operator discards it."""
 _JVM: Final = "Spark's JVM"
 _EVERY_SECONDS: Final = 5.0
 WARM_UP_SECONDS: Final = 120.0

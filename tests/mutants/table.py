@@ -360,8 +360,8 @@ MUTANTS: Final = (
         "claim_asynchronous",
         "once: a crash of the sink does not lose that a call was made",
         "outbox/external/reservations.py",
-        "_BEGIN + _DURABLY",
-        "_BEGIN",
+        "\nRETURNING {synchronous}",
+        "",
         ("tests/integration/outbox/external/test_failures.py",),
     ),
     # The inbox

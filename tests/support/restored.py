@@ -81,5 +81,5 @@ def snapshot(server: PostgresServer) -> Restored:
 
 
 def stop_flushing(url: str) -> None:
-    """Halt the process that flushes the WAL in the background: what nobody else flushes, a crash loses."""
+    """Halt the process that flushes the WAL in the background: a crash loses what no COMMIT has flushed."""
     os.kill(ask(url, "SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'"), signal.SIGSTOP)

@@ -223,7 +223,7 @@ def test_the_database_dies_during_the_call_and_the_answer_waits_for_it(private_p
 
 
 def test_the_database_loses_commits_during_the_call_but_not_the_claim(private_postgres, provider):
-    """With synchronous_commit off. The claim is the only trace of a call: without it nobody would ask."""
+    """With synchronous_commit off. The claim is the only trace of a call: without it no caller would ask."""
     server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "10s"})
     database = private_postgres.database(server)
     db.upgrade_consumer(database.url)

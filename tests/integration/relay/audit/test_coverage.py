@@ -43,7 +43,7 @@ def states(pipeline: Pipeline) -> set[str]:
 def test_what_kafka_has_deleted_is_not_missing(pipeline, settled, retention):
     """Where the places are known, whatever has deleted it; where not, what is older than the topic's retention.
 
-    Without a retention somebody has deleted records: then whatever is older than what is left.
+    Without a retention records were deleted by hand: then whatever is older than what is left.
     """
     pipeline.kind = pipeline.kafka.name("Gone")
     pipeline.topic = pipeline.kafka.create_topic(f"{pipeline.kind.lower()}-events", 1, retention)

@@ -179,7 +179,7 @@ OUTBOXES: dict[str, tuple[Shown, Shown, set[str] | None]] = {
     ),
     "an inbox's dead letter": ({'outbox_group_dead_letters{group="inbox"}': 1}, {}, {"ConsumerDeadLetters"}),
     "an inbox's call": ({'outbox_group_calls_stuck{group="inbox"}': 1}, {}, {"ConsumerEffectStuck"}),
-    "a call that nobody makes": (
+    "a call without a caller": (
         {'outbox_group_calls_overdue_seconds{group="inbox"}': 400},
         {},
         {"ConsumerEffectOverdue"},
