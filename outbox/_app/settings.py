@@ -85,7 +85,8 @@ class RelaySettings(Section):
     instance: str | None = Field(None, min_length=1, max_length=200)
     """The relay's name, unique among running relays. By default host, process id and a random part."""
     batch_size: int = Field(2000, ge=1, le=50_000)
-    """Events of one lane in a turn. A turn of several lanes has up to four times as many, and 16 MiB of payloads."""
+    """Events of one lane in a turn. A turn of several lanes has up to four times as many, or four of each, and 16 MiB
+    of payloads."""
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
     """How long a relay that hangs, or whose host is gone, keeps its lanes. [A killed
     one](../operations/relay.md#what-happens-when) loses them sooner."""

@@ -63,8 +63,9 @@ class Lane:
     ``unsettled``: what Kafka has acknowledged (without a transaction) and Postgres may not have settled. The source has
     the same as ``SettledLane.pending``; this copy survives a source that is closed after a failure.
 
-    For turn_sizes.py: ``taken`` is the number of its events in the last turn; ``suspected``: so many of its next events
-    were refused, or may be what was; ``limit``: the size of its next turn while there are some.
+    For turn_sizes.py: ``taken`` is the number of its events in the last turn, ``full`` whether they were as many as it
+    might have; ``suspected``: so many of its next events were refused, or may be what was; ``limit``: the size of its
+    next turn while there are some.
     """
 
     lease: Lease
@@ -73,6 +74,7 @@ class Lane:
     paused: bool = False
     unsettled: UnsettledBatch = NOTHING
     taken: int = 0
+    full: bool = False
     suspected: int = 0
     limit: int = 0
 

@@ -163,7 +163,7 @@ class WorkerLoop:
         began = time.monotonic()
         fetched = source.fetch(limits)
         read_seconds = time.monotonic() - began
-        self._sizes.note_taken(limits.keys(), fetched.batches)
+        self._sizes.note_taken(limits, fetched.batches)
         healthy = limits.keys() - fetched.failed.keys()
         if not fetched.unconfirmed:
             self._note_settled(healthy - set(fetched.settling))

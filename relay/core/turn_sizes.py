@@ -1,10 +1,10 @@
 """The number of events of each lane in a turn: fewer after a turn that was too large, or refused. No I/O.
 
-After a turn that does not finish in time, the size is halved. Where each lane could have one, the number of lanes is,
-and the others have the next turns: a lane costs more than its events, as each has its marker. If the broker refuses
-something and does not prove what, the likeliest events have turns of their own: the events before them, then these.
-Without a guess, the lanes of the turn are halved until one is left, and then the lane's events. What is refused by
-itself is found; see loop.py.
+After a turn that does not finish in time, the size is halved. If it had few events of many lanes, the number of lanes
+is too, and the others have the next turns: a lane costs more than its events, as each has its marker. If the broker
+refuses something and does not prove what, the likeliest events have turns of their own: the events before them, then
+these. Without a guess, the lanes of the turn are halved until one is left, and then the lane's events. What is refused
+by itself is found; see loop.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TurnSizes:
         self._lanes = lanes
         self._limit = batch_size
         self._most_lanes: int | None = None
-        """The most lanes in a turn, if one event of each was too much."""
+        """The most lanes in a turn, if a few events of each were too much."""
         self._waiting: Sequence[int] = ()
         """The lanes that have not had their turn since all had one."""
         self._clean = 0
@@ -45,14 +45,16 @@ class TurnSizes:
     def forget(self, lane: int) -> None:
         self._clear([lane])
 
-    def note_taken(self, lanes: AbstractSet[int], batches: Batches) -> None:
-        """Record how many events these lanes had in a turn.
+    def note_taken(self, limits: Mapping[int, int], batches: Batches) -> None:
+        """Record how many events the lanes of a turn had, out of the most that each might have.
 
         A suspected lane without events goes with the others again: it would hold up the lanes of its group.
         """
-        known = lanes & self._lanes.keys()
+        known = limits.keys() & self._lanes.keys()
         for number in known:
-            self._lanes[number].taken = len(batches.get(number, ()))
+            lane = self._lanes[number]
+            lane.taken = len(batches.get(number, ()))
+            lane.full = lane.taken >= limits[number]
         if self._suspects_turn:
             self._clear([number for number in known if not batches.get(number)])
 
@@ -88,19 +90,25 @@ class TurnSizes:
     def _shares(self, numbers: Sequence[int]) -> dict[int, int]:
         """Return how many events each lane may have: lanes that fill their share also get what the others leave.
 
-        If one of 256 lanes has the hottest key, it must not wait because the other 255 might have events too. If they
-        suddenly do, this turn has at most twice as many events as others.
+        If one of 256 lanes has the hottest key, it must not wait because the other 255 might have events too: a lane
+        that filled its share is expected to have twice as many, others as many as before, and the busiest gets the
+        rest. If all suddenly have more, this turn has at most twice as many events as others.
         """
         if not numbers:
             return {}
-        most = self._limit * _LANES_AT_ONCE
-        even = max(min(self._limit, most // len(numbers)), 1)
-        full = [number for number in numbers if self._lanes[number].taken >= even]
-        if not full:
-            return dict.fromkeys(numbers, even)
-        left = most - sum(self._lanes[number].taken for number in numbers if self._lanes[number].taken < even)
-        more = max(min(self._limit, left // len(full)), even)
-        return dict.fromkeys(numbers, even) | dict.fromkeys(full, more)
+        even = max(min(self._limit, self._limit * _LANES_AT_ONCE // len(numbers)), 1)
+        shares = dict.fromkeys(numbers, even)
+        busy = sorted((n for n in numbers if self._lanes[n].taken), key=lambda n: self._lanes[n].taken)
+        # A turn of fewer events would cost hardly less, as each lane has a marker, and starve a hot lane.
+        size = max(self._limit, len(busy))
+        left = size * _LANES_AT_ONCE
+        for index, number in enumerate(busy):
+            lane, to_come = self._lanes[number], len(busy) - index
+            more = lane.taken * 2 if to_come > 1 else left
+            share = min(more if lane.full else lane.taken, size, self._batch_size, left // to_come)
+            shares[number] = max(share, even)
+            left -= share
+        return shares
 
     def narrowed(self, batches: Batches, failed: Failed) -> Failed:
         """Halve what was too large, and isolate what was refused. A refused batch of one identifies the event."""
@@ -113,15 +121,28 @@ class TurnSizes:
 
     def _halve(self, batches: Batches) -> None:
         largest = max(map(len, batches.values()))
-        half = max(largest // 2, 1)
-        if not self._suspects_turn:
-            # Otherwise there may have been one event only because few lanes had any.
-            if largest == self._limit == 1:
-                self._most_lanes = max(len(batches) // 2, 1)
-            self._clean, self._limit = 0, half
-            return
-        for number in batches:
-            self._lanes[number].limit = half
+        if self._suspects_turn:
+            for number in batches:
+                self._lanes[number].limit = max(largest // 2, 1)
+        elif largest == len(batches) == 1:
+            # It can't be smaller: whatever it waited for, it is not its size.
+            self._clean = 0
+        else:
+            self._shrink(largest, len(batches))
+
+    def _shrink(self, largest: int, lanes: int) -> None:
+        """Make the next turns half as large as one with so many events of a lane, and so many lanes.
+
+        But at most to a quarter of the present limits: it may have been small because there was little to publish, and
+        late because the broker was away.
+        """
+        self._clean = 0
+        if lanes >= self._limit:
+            # A lower limit alone makes no turn smaller: see _shares.
+            self._most_lanes = max(lanes // 2, (self._most_lanes or len(self._lanes)) // 4, 1)
+        self._limit = max(min(largest, self._limit) // 2, self._limit // 4, 1)
+        for lane in self._lanes.values():
+            lane.full = False
 
     def _isolated(self, batches: Batches, failed: Failed) -> Failed:
         found = {number for number, receipt in failed.receipts.items() if receipt.refused}
@@ -174,7 +195,7 @@ class TurnSizes:
                     self._clear([number])
                     if alone:
                         # Together it was refused, and in parts it is not: the turns are too large.
-                        self._clean, self._limit = 0, max(self._limit // 2, 1)
+                        self._shrink(self._limit, self._most_lanes or len(self._lanes))
         elif self._limit < self._batch_size or self._most_lanes is not None:
             self._clean += 1
             if self._clean >= _GROW_AFTER:
@@ -182,12 +203,9 @@ class TurnSizes:
                 self._grow()
 
     def _grow(self) -> None:
-        if self._most_lanes is None:
-            self._limit = min(self._limit * 2, self._batch_size)
-        elif self._most_lanes * 2 < len(self._lanes):
-            self._most_lanes *= 2
-        else:
-            self._most_lanes = None
+        self._limit = min(self._limit * 2, self._batch_size)
+        if self._most_lanes is not None:
+            self._most_lanes = self._most_lanes * 2 if self._most_lanes * 2 < len(self._lanes) else None
 
 
 def _before(claims: Sequence[Claim], position: int | None) -> int | None:

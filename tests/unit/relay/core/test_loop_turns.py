@@ -375,7 +375,7 @@ def test_a_late_turn_of_a_single_event_leaves_all_lanes_in_the_next_turns():
 
     def late(batches: Batches) -> Sent:
         for lane in rows:
-            world.table.rows[lane] += range(100 + lane, 1000, 64)
+            world.table.rows[lane] += range(100 + lane, 2500, 64)
         return slow(0)(batches)
 
     world.broker.script = [late]
@@ -413,7 +413,7 @@ def test_a_lease_that_is_taken_again_forgets_what_was_suspected():
     loop = World(spread(2, 4)).loop
     loop._take_and_let_go()
     batches = {number: [claim(number, position) for position in range(4)] for number in range(2)}
-    loop._sizes.note_taken(batches.keys(), batches)
+    loop._sizes.note_taken(loop._sizes.limits([0, 1]), batches)
     loop._sizes.narrowed(batches, Failed(BatchRefused("too large"), blamed=[0]))
     assert loop._sizes.limits([0, 1]) == {0: 2}
     loop._held.give([Lease(0, 2, 60.0, 0.0)])
@@ -427,12 +427,12 @@ def test_a_suspected_lane_without_events_does_not_hold_up_its_group():
     sizes._take_and_let_go()
     turn_sizes = sizes._sizes
     batches = {number: [claim(number, position) for position in range(4)] for number in range(2)}
-    turn_sizes.note_taken(batches.keys(), batches)
+    turn_sizes.note_taken(turn_sizes.limits([0, 1]), batches)
     turn_sizes.narrowed(batches, Failed(BatchRefused("too large"), blamed=[0, 1], likeliest={0: 3, 1: 0}))
     read: set[int] = set()
     for _ in range(4):
         limits = turn_sizes.limits([0, 1])
-        turn_sizes.note_taken(limits.keys(), {1: batches[1]} if 1 in limits else {})
+        turn_sizes.note_taken(limits, {1: batches[1]} if 1 in limits else {})
         read |= limits.keys()
     assert 1 in read
 
