@@ -19,7 +19,8 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.errors import OutboxError
 from relay.config import load, producer_options
-from relay.kafka import offsets, topics, transactional
+from relay.kafka import offsets, transactional
+from relay.kafka import topics as relay_topics
 from relay.kafka.fencing import fence
 from relay.kafka.open_transactions import OpenTransactions
 from relay.kafka.producer import BatchProducer, Sending
@@ -40,7 +41,7 @@ SECONDS = 8.0
 def limit(patch: pytest.MonkeyPatch) -> None:
     """Let requests that take no limit end after SECONDS, too."""
     for module, name in (
-        (topics, "_METADATA_SECONDS"),
+        (relay_topics, "_METADATA_SECONDS"),
         (offsets, "_SECONDS"),
         (transactional, "_INIT_SECONDS"),
         (doctor_kafka, "_SECONDS"),
@@ -77,9 +78,13 @@ def by_sender(database_url: str, options: dict[str, str], topic: str) -> None:
     """With a topic that was there before the credentials were changed."""
     known = producer_options(load(kafka=options))
     router = Router({"Order": Route(topic)})
-    sender = BatchProducer(Sending(known, router, AllThere(options, create=False), "/shop", SECONDS))
+    topics = AllThere(options, create=False)
+    sender = BatchProducer(Sending(known, router, topics, "/shop", SECONDS))
     sender.send({0: events(0, 1)}, time.monotonic() + SECONDS)
     sender.drain(time.monotonic() + SECONDS)
+    if sender.left_out:
+        # The producer had the broker's answer before the event.
+        raise OutboxError(topics.reasons()[topic])
     raise sender.failure(SECONDS)[0]
 
 
