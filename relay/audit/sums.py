@@ -7,11 +7,11 @@ out, as it would with XOR. The key is random, so events can't be made whose hash
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Final, LiteralString, NamedTuple
 
 from psycopg import sql
@@ -76,7 +76,7 @@ def _by_minute(windows: Mapping[Window, Sum]) -> defaultdict[int, Sum]:
 
 def hash_of(key: bytes, content: bytes) -> int:
     """Return the keyed hash: the first 128 bits of SHA-256 over the key and the content."""
-    return int.from_bytes(hashlib.sha256(key + content).digest()[:16])
+    return int.from_bytes(sha256(key + content).digest()[:16])
 
 
 def minute_of(time: dt.datetime) -> int:

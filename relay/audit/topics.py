@@ -65,7 +65,7 @@ class Topics:
     def __init__(self, options: Mapping[str, str], topics: Collection[str], source: str, key: bytes) -> None:
         self._options = options
         self._topics = topics
-        self._source = source
+        self._source = source.encode()
         self._key = key
         self._offsets = Offsets(options)
         self.others: Counter[str] = Counter()
@@ -144,11 +144,12 @@ class Topics:
         first: dict[Partition, int] = {}
 
         def add(place: Partition, message: Message) -> None:
-            first.setdefault(place, message.timestamp()[1])
+            if place not in first:
+                first[place] = message.timestamp()[1]
             offset = message.offset() or 0
             if (event := self._event(place, message, minutes)) is None:
                 return
-            event_id, minute, headers = event
+            event_id, minute, headers, timed = event
             found = self._copied if _is_copy(headers) else cells
             cell = found.get((place, minute))
             if cell is None:
@@ -160,7 +161,7 @@ class Topics:
             cell.ids += hash_of(self._key, event_id)
             if contents:
                 cell.whole += hash_of(self._key, whole(event_id, place.number, offset, _content(message, headers)))
-            cell.untimed += minute_of_id(event_id) is None
+            cell.untimed += not timed
 
         self._read_extents(extents, add)
         self._cells = cells
@@ -185,7 +186,7 @@ class Topics:
         def add(place: Partition, message: Message) -> None:
             if (event := self._event(place, message, minutes)) is None:
                 return
-            event_id, minute, headers = event
+            event_id, minute, headers, _ = event
             if _is_copy(headers):
                 self.copies.add(event_id)
             elif (events := found.get(Window(place.topic, minute))) is not None:
@@ -199,17 +200,21 @@ class Topics:
 
     def _event(
         self, place: Partition, message: Message, minutes: Container[int]
-    ) -> tuple[bytes, int, dict[str, Any]] | None:
-        """Return the id, minute and headers of an event or a copy; None unless of this outbox and of these minutes."""
+    ) -> tuple[bytes, int, dict[str, Any], bool] | None:
+        """Return the id, minute and headers of an event or a copy, and whether the minute is the id's.
+
+        None unless it is of this outbox and of these minutes.
+        """
         headers = headers_of(message)
         event_id = _id_of(headers)
-        if event_id is None or header_text(headers.get(CE_SOURCE, self._source)) != self._source:
+        if event_id is None or headers.get(CE_SOURCE, self._source) != self._source:
             self.others[place.topic] += 1
             return None
         minute = minute_of_id(event_id)
+        timed = minute is not None
         if minute is None:
             minute = _written(header_text(headers.get(CE_TIME)), message.timestamp()[1])
-        return (event_id, minute, headers) if minute in minutes else None
+        return (event_id, minute, headers, timed) if minute in minutes else None
 
     def _read_extents(self, extents: Mapping[Partition, Extent], add: Callable[[Partition, Message], None]) -> None:
         starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}

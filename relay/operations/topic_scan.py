@@ -129,16 +129,16 @@ def read(
     try:
         consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
         unread, refused = set(starts), set[Partition]()
-        known = {found: found for found in starts}
+        known: dict[tuple[str, int], Partition] = {found: found for found in starts}
         began = heard = time.monotonic()
         late = False
         while unread:
             seen: list[Record] = []
             before = set(unread)
             for message in consumer.consume(_AT_ONCE, _WAIT_SECONDS):
-                named = Partition(message.topic() or "", message.partition() or 0)
+                named = message.topic() or "", message.partition() or 0
                 # An error may be that of a topic, or of the client.
-                found = known.get(named, named)
+                found = known.get(named) or Partition(*named)
                 error = message.error()
                 if error is None:
                     seen.append(make(found, message))
@@ -147,7 +147,8 @@ def read(
                     refused |= {one for one in unread if one.topic == found.topic}
                     unread -= refused
                     continue
-                unread -= {found} if _ends(message, ends.get(found)) else set()
+                if _ends(error, message.offset() or 0, ends.get(found)):
+                    unread.discard(found)
             if done := before - unread:
                 # What follows is not wanted: a busy topic has no end.
                 consumer.pause([TopicPartition(found.topic, found.number) for found in done])
@@ -158,20 +159,18 @@ def read(
             late = now - began > seconds
             if late or now - heard > _SECONDS:
                 break
-        if unread or refused:
-            raise _incomplete(unread, refused, seconds if late else _SECONDS)
+        _check_complete(unread, refused, seconds if late else _SECONDS)
     finally:
         consumer.close()
 
 
-def _ends(message: Message, end: int | None) -> bool:
+def _ends(error: KafkaError | None, offset: int, end: int | None) -> bool:
     """Return whether a partition has been read up to ``end``; None: it is an error of none. Raises KafkaException."""
-    error, offset = message.error(), message.offset() or 0
-    last = offset if error is None else offset - 1
-    return (error is None or is_end(error)) and end is not None and last + 1 >= end
+    following = offset + 1 if error is None else offset
+    return (error is None or is_end(error)) and end is not None and following >= end
 
 
-def _incomplete(unread: Collection[Partition], refused: Collection[Partition], seconds: float) -> Unavailable:
+def _check_complete(unread: Collection[Partition], refused: Collection[Partition], seconds: float) -> None:
     why = []
     if unread:
         why.append(
@@ -180,7 +179,8 @@ def _incomplete(unread: Collection[Partition], refused: Collection[Partition], s
         )
     if refused:
         why.append(f"{_named(refused)} may not be read with these credentials: grant READ on the topic")
-    return Unavailable(f"Kafka: {'; '.join(why)}")
+    if why:
+        raise Unavailable(f"Kafka: {'; '.join(why)}")
 
 
 def _named(partitions: Collection[Partition]) -> str:

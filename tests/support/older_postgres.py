@@ -38,7 +38,7 @@ class Upgraded(PostgresServer):
         given: dict[str, Any] = {"cwd": target.parent, "stdin": subprocess.DEVNULL, **identity(self._user)}
         who = ("-U", USER)
         subprocess.run(
-            [new / "initdb", "-D", target, *who, "-A", "trust", "-N", "--no-instructions", *self._checksums()],
+            [new / "initdb", "-D", target, *who, "-A", "trust", "-N", "--no-instructions", *self._checksums(new)],
             check=True,
             **given,
         )
@@ -54,6 +54,7 @@ class Upgraded(PostgresServer):
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    def _checksums(self) -> list[str]:
+    def _checksums(self, new: Path) -> list[str]:
         """Return the option for as many checksums as the old server has: none before Postgres 18."""
-        return ["--no-data-checksums"] if major_version(self._programs / "postgres") < 18 else []
+        versions = (major_version(programs / "postgres") for programs in (self._programs, new))
+        return ["--no-data-checksums"] if min(versions) < 18 <= major_version(new / "postgres") else []
