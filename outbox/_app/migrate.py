@@ -74,7 +74,10 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """What an upgrade has done: the tables went from one revision to another. ``before`` is None without tables."""
+    """What an upgrade has done: the tables went from one revision to another. ``before`` is None without tables.
+
+    If ``before`` is of a later version than ``after``, nothing was done: this version runs with later tables.
+    """
 
     before: str | None
     after: str
@@ -82,6 +85,8 @@ class Upgrade:
     def __str__(self) -> str:
         if self.before is None:
             return f"tables created, revision {self.after}"
+        if of_later_version([self.before], [self.after]):
+            return f"nothing to do, the tables are of a later version: revision {self.before}, here it is {self.after}"
         if self.before == self.after:
             return f"nothing to do, the tables are at revision {self.after} already"
         return f"tables upgraded from revision {self.before} to {self.after}"
@@ -332,6 +337,8 @@ def _upgrade(history: History, url: Database, schema: str, lanes: int | None = N
         with _transaction(url) as connection:
             # Under the lock: another upgrade can have come between two of our revisions.
             there = current(connection, schema) or ()
+            if later := of_later_version(there, known):
+                return Upgrade(later, known[-1])
             _refuse_unknown(history, there, schema)
             at = max(map(known.index, there), default=-1)
             before = there if before is None else before
@@ -386,6 +393,12 @@ def not_ours(there: Sequence[str], known: Sequence[str], schema: str) -> str | N
         "another part's, use this schema: set OUTBOX_SCHEMA, or OUTBOX_CONSUMER_SCHEMA, to one of its own, or create "
         "the tables with those migrations"
     )
+
+
+def of_later_version(there: Sequence[str], known: Sequence[str]) -> str | None:
+    """Return the revision if it comes after all known ones: a later version's, with whose tables this one runs."""
+    (prefix, _, last), (ours, _, number) = known[-1].rpartition("_"), (there or ("",))[0].rpartition("_")
+    return there[0] if ours == prefix and number.isdecimal() and int(number) > int(last) else None
 
 
 def _refuse_unknown(history: History, there: Sequence[str], schema: str) -> None:

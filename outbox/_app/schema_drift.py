@@ -20,6 +20,9 @@ from outbox._app.schema_connection import connected
 from outbox.consumer.tables import consumer_tables
 from outbox.tables import DEFAULT_LANES, MAX_LANES, outbox_tables
 
+LATER: Final = "of a later version than this one"
+"""What ``check`` says of a revision to come, in the last line."""
+
 # One row for each thing that can differ: (table, kind, name, definition).
 _CATALOG: Final = sa.text("""
 WITH rel AS (
@@ -142,6 +145,8 @@ def _compare(
         head, foreign = known[-1], db.not_ours(there, known, schema)
         if foreign is not None and head not in there:
             lines += [foreign] if lines else []
+        elif later := db.of_later_version(there, known):
+            lines.append(f"{schema}.alembic_version: is at {later}, {LATER}, which has {head}")
         elif head not in there:
             lines.append(f"{schema}.alembic_version: is at {', '.join(there) or 'no revision'}, expected {head}")
     return lines

@@ -11,7 +11,10 @@ from typer.testing import CliRunner
 from outbox import ConfigurationError
 from outbox._app import migrate as db
 from outbox._app import schema_drift as schema_check
+from outbox._clients.checks import Level
 from relay.cli.app import app
+from relay.config import load
+from relay.operations.doctor.postgres import _tables
 
 __all__ = ["empty"]
 
@@ -148,8 +151,8 @@ def test_a_downgrade_goes_back_only(outbox_postgres, monkeypatch):
 
 def test_tables_of_a_later_or_an_unreleased_version(outbox_postgres):
     for command, schema, revision in (
-        ("upgrade", "outbox", "outbox_9999"),
-        ("downgrade base", "outbox", "outbox_0001"),
+        ("upgrade", "outbox", "outbox_0001"),
+        ("downgrade base", "outbox", "outbox_9999"),
         ("upgrade --consumer", "consumer", "consumer_0001"),
         ("downgrade base --consumer", "consumer", "consumer_0001"),
     ):
@@ -159,6 +162,28 @@ def test_tables_of_a_later_or_an_unreleased_version(outbox_postgres):
         assert (status, f"'{revision}', which this version does not have" in line) == (1, True), line
         again = "outbox db upgrade --consumer" if schema == "consumer" else "outbox db upgrade"
         assert f"drop the schema and create it again with `{again}`" in line
+
+
+def test_the_version_before_keeps_the_tables_of_a_later_one(outbox_postgres):
+    """A release that is taken back runs its own migration step again."""
+    environment = {"OUTBOX_DATABASE_URL": outbox_postgres.url}
+    for schema, words in (("outbox", []), ("consumer", ["--consumer"])):
+        names = {"schema": sql.Identifier(schema), "later": sql.Literal(f"{schema}_9999")}
+        with outbox_postgres.connect() as connection:
+            connection.execute(sql.SQL("UPDATE {schema}.alembic_version SET version_num = {later}").format(**names))
+            connection.execute(sql.SQL("ALTER TABLE {schema}.audit ADD COLUMN added text").format(**names))
+        done = CliRunner().invoke(app, ["db", "upgrade", *words], env=environment)
+        assert (done.exit_code, "nothing to do, the tables are of a later version" in done.output) == (0, True), done
+        with outbox_postgres.connect() as connection:
+            (kept,) = connection.execute(
+                sql.SQL(
+                    "SELECT version_num FROM {schema}.alembic_version WHERE (SELECT added FROM {schema}.audit) IS NULL"
+                ).format(**names)
+            ).fetchall()
+        assert kept == (f"{schema}_9999",)
+    assert "is at outbox_9999, of a later version than this one" in schema_check.check(outbox_postgres.url)[-1]
+    with outbox_postgres.connect() as connection:
+        assert {each.level for each in _tables(connection, load(database_url=outbox_postgres.url))} == {Level.WARNING}
 
 
 def test_tables_that_another_history_made(outbox_postgres):

@@ -96,7 +96,7 @@ def test_the_version_table_of_a_host_application_is_not_taken_for_the_outboxs(em
     # Made by the host's own history: nothing is wrong.
     assert schema_check.check(empty, "public") == []
     with psycopg.connect(empty) as connection:
-        connection.execute("UPDATE public.alembic_version SET version_num = 'outbox_9999'")
-    with pytest.raises(SchemaError, match="is at revision 'outbox_9999', which this version does not have"):
+        connection.execute("UPDATE public.alembic_version SET version_num = 'outbox_0001'")
+    with pytest.raises(SchemaError, match="is at revision 'outbox_0001', which this version does not have"):
         db.upgrade(empty, "public")
-    assert "is at outbox_9999, expected outbox_" in schema_check.check(empty, "public")[-1]
+    assert "is at outbox_0001, expected outbox_" in schema_check.check(empty, "public")[-1]
