@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
+from confluent_kafka import KafkaException
 
 from outbox._clients.kafka_client import Admin
 from relay.kafka.client import unavailable_on_kafka_error
@@ -56,6 +57,7 @@ class PartitionCounts:
         may_write: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._options = options
         self._admin = Admin(options)
         self._may_write = may_write
         self._clock = clock
@@ -64,9 +66,15 @@ class PartitionCounts:
 
     def look(self) -> None:
         """Compare the topics' partitions with those of the look before. Raises BrokerUnavailable."""
-        with unavailable_on_kafka_error("counting partitions"), self._admin.explaining():
-            # All topics: a request by name could make the broker create one.
-            found = self._admin.list_topics(timeout=_METADATA_SECONDS).topics
+        with unavailable_on_kafka_error("counting partitions"):
+            try:
+                with self._admin.explaining():
+                    # All topics: a request by name could make the broker create one.
+                    found = self._admin.list_topics(timeout=_METADATA_SECONDS).topics
+            except KafkaException:
+                # A client reads its certificates once; by now they may be renewed.
+                self._admin = Admin(self._options)
+                raise
         # A topic that is gone may be created again, with any number.
         self._known = {topic: count for topic, count in self._known.items() if topic in found}
         grown = {topic: change for topic, change in self._grown.items() if topic in found}

@@ -103,10 +103,10 @@ class Topics:
         clock: Callable[[], float] = time.monotonic,
         held: Callable[[], AbstractSet[str]] = frozenset,
     ) -> None:
-        self._admin = Admin(options)
-        self._metadata = SharedMetadata(self._admin, clock)
-        self._create = create
+        self._options = options
         self._clock = clock
+        self._connect()
+        self._create = create
         self._held = held
         self._partitions = partitions
         self._replication = replication
@@ -142,7 +142,8 @@ class Topics:
                 since = float("-inf") if state is None else state.again_at
                 names = set(self._metadata.topics(_METADATA_SECONDS, since).topics)
             except KafkaException as error:
-                self._metadata.forget()
+                # A client reads its certificates once; by now they may be renewed.
+                self._connect()
                 raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
             self._known = frozenset(names)
             if topic not in names:
@@ -255,6 +256,10 @@ class Topics:
         with self._lock:
             self._known = frozenset()
             self._metadata.forget()
+
+    def _connect(self) -> None:
+        self._admin = Admin(self._options)
+        self._metadata = SharedMetadata(self._admin, self._clock)
 
     def _waits(self, topic: str, state: _Unusable) -> bool:
         """Return whether it is too early, or useless, to try the topic."""

@@ -360,10 +360,11 @@ def shown(servers) -> dict[tuple[str, str], str]:
     return dict(zip(refused + told, texts, strict=True))
 
 
-def test_a_relay_logs_why_it_waits(servers, outbox_relay, request):
+def test_a_relay_logs_why_it_waits_until_its_certificates_are_renewed(servers, outbox_relay, request, tmp_path):
     url = servers.database.url("shop")
     write(url, [Event(f"Order-{token()}", "k", "T")])
-    stranger = {"ssl.ca.location": str(servers.certificates.stranger)}
+    authority = shutil.copy(servers.certificates.stranger, tmp_path / "authority.pem")
+    stranger = {"ssl.ca.location": str(authority)}
     relay = outbox_relay(
         database_url=url,
         bootstrap_servers=servers.kafka["bootstrap.servers"],
@@ -372,6 +373,8 @@ def test_a_relay_logs_why_it_waits(servers, outbox_relay, request):
     # It has ten seconds for its request. The clients of the next tests wait at the same time.
     request.getfixturevalue("shown")
     relay.wait_for_log("certificate verify failed")
+    shutil.copy(servers.certificates.authority, authority)
+    relay.wait_for_log(NO_RIGHTS["relay"])
     assert PASSWORD not in relay.log()
     relay.kill()
     with psycopg.connect(url) as connection:

@@ -22,11 +22,14 @@ class Broker:
         self.there: set[str] = set()
         self.away = False
         self.asked = 0
+        self.clients = 0
 
     def topics(self) -> Topics:
-        made = Topics(OPTIONS, create=False, clock=lambda: self.now)
-        made._metadata._admin = self  # type: ignore[assignment]
-        return made
+        return Topics(OPTIONS, create=False, clock=lambda: self.now)
+
+    def connect(self, _options: object) -> Broker:
+        self.clients += 1
+        return self
 
     def explaining(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -39,8 +42,14 @@ class Broker:
         return SimpleNamespace(topics={name: SimpleNamespace(partitions={}) for name in self.there})
 
 
-def test_a_topic_that_is_tried_again_is_not_judged_by_what_others_asked_before():
-    broker = Broker()
+@pytest.fixture
+def broker(monkeypatch) -> Broker:
+    made = Broker()
+    monkeypatch.setattr("relay.kafka.topics.Admin", made.connect)
+    return made
+
+
+def test_a_topic_that_is_tried_again_is_not_judged_by_what_others_asked_before(broker):
     topics = broker.topics()
     for broker.now in (0.0, 1.0):
         for name in ("late", "other"):
@@ -59,11 +68,13 @@ def test_a_topic_that_is_tried_again_is_not_judged_by_what_others_asked_before()
     assert broker.asked == 4
 
 
-def test_a_broker_that_is_back_is_asked_at_once():
-    broker = Broker()
+def test_a_broker_that_is_back_is_asked_at_once(broker):
+    """By a new client: certificates may have been renewed meanwhile, and a client reads them once."""
     topics = broker.topics()
     broker.away = True
     with pytest.raises(BrokerUnavailable):
         topics.require("there")
+    assert broker.clients == 2
     broker.away, broker.there = False, {"there"}
     topics.require("there")
+    assert broker.clients == 2
