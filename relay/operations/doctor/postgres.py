@@ -79,8 +79,8 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
     yield Check("ids of events", partial(check_ids, connection, schema), grant=f"SELECT on the tables of {schema}")
     # What follows reads these tables.
     yield Check("tables", partial(_tables, connection, settings), essential=True)
-    if connection.info.server_version >= _PUBLISHES_GENERATED:
-        yield Check("publications", ask(_PUBLICATIONS_OF_DELETES, schema=schema), partial(_publications, schema))
+    rejects = connection.info.server_version >= _PUBLISHES_GENERATED
+    yield Check("publications", ask(_PUBLICATIONS_OF_DELETES, schema=schema), partial(_publications, schema, rejects))
     slot = slot_names(settings)
     yield Check(
         "source", Cdc(connection, slot).status, partial(_sources, settings), f"SELECT on {schema}.lanes and streams"
@@ -151,16 +151,23 @@ def _without_event(rows: Rows) -> Iterator[Finding]:
         )
 
 
-def _publications(schema: str, rows: Rows) -> Iterator[Finding]:
-    """Name publications of deletes without a generated key column: since Postgres 18, a DELETE then fails."""
+def _publications(schema: str, rejects: bool, rows: Rows) -> Iterator[Finding]:
+    """Name publications of deletes without a generated key column: since Postgres 18, a DELETE then fails.
+
+    Before, and with the column, a subscribing Postgres can't apply them.
+    """
+    out = "leave the table out of it: no Postgres can subscribe to its deletes"
     for (name,) in rows:
-        yield failure(
-            f"publication {name}",
-            f"publishes deletes of {schema}.events without the generated column lane of its key: Postgres rejects "
-            "every DELETE, so the relay can't settle anything",
-            f"ALTER PUBLICATION {sql.Identifier(name).as_string(None)} SET (publish_generated_columns = stored), "
-            "or leave the table out of it",
-        )
+        found = f"publishes deletes of {schema}.events without the generated column lane of its key"
+        if rejects:
+            yield failure(
+                f"publication {name}",
+                f"{found}: Postgres rejects every DELETE, so the relay can't settle anything",
+                f"{out}; if others read it, ALTER PUBLICATION {sql.Identifier(name).as_string(None)} "
+                "SET (publish_generated_columns = stored)",
+            )
+        else:
+            yield warning(f"publication {name}", f"{found}: a subscriber stops at the first one", out)
 
 
 def check_ids(connection: psycopg.Connection[Any], schema: str) -> Iterator[Finding]:

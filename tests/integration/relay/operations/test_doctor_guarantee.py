@@ -41,12 +41,14 @@ def test_a_publication_that_keeps_every_event_in_the_table(outbox_postgres, outb
         (finding,) = [f for f in examine(settings(outbox_postgres, outbox_kafka)) if f.about == "publication Others"]
         assert finding.level is Level.FAILURE
         # What it advises is the way out.
-        connection.execute(finding.do.partition(", or")[0])
+        connection.execute(finding.do.partition("others read it, ")[2])
         assert "publication Others" not in found(settings(outbox_postgres, outbox_kafka))
         source.settle(Receipt(UnsettledBatch(source.fetch(10))))
         source.flush()
         source.close()
         assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
+    # Before Postgres 18 the server itself takes them, and a subscriber does not.
+    assert [each.level for each in postgres._publications("outbox", False, [("Others",)])] == [Level.WARNING]
 
 
 def test_the_source_and_its_slot(outbox_postgres, outbox_kafka, monkeypatch):
