@@ -37,7 +37,7 @@ def create_topic(cluster: KafkaCluster, name: str, replicas: Sequence[Sequence[i
     admin.create_topics([topic])[name].result()
 
     def led() -> bool:
-        found = admin.list_topics(timeout=10).topics.get(name)
+        found = admin.list_topics(timeout=30).topics.get(name)
         return found is not None and [p.leader for p in found.partitions.values()] == [each[0] for each in replicas]
 
     wait_until(led, what=f"leaders of {name}")
@@ -91,7 +91,7 @@ class Stuck:
         admin = AdminClient({"bootstrap.servers": self._topics.bootstrap_servers})
 
         def leader() -> int:
-            return admin.list_topics(self._topic, timeout=10).topics[self._topic].partitions[0].leader
+            return admin.list_topics(self._topic, timeout=30).topics[self._topic].partitions[0].leader
 
         wait_until(lambda: leader() == -1, what="a broker to be missed")
 

@@ -87,7 +87,7 @@ class PgBouncer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._process.signal(signal.SIGINT)
-        if not self._process.wait(20):
+        if not self._process.wait(60):
             kill_with_children(self._process)
         print(self.log.read_text()[-4000:])
         self._remove()

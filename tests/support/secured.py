@@ -200,7 +200,7 @@ class TlsFront:
     def __enter__(self) -> Self:
         self._thread.start()
         server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", 0), self._loop)
-        self._server = server.result(10)
+        self._server = server.result(60)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -212,7 +212,7 @@ class TlsFront:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(stop(), self._loop).result(60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -314,7 +314,7 @@ def delete(kafka: Topics, topic: str) -> None:
     """Delete a topic, and wait until it is gone."""
     admin = AdminClient({"bootstrap.servers": kafka.bootstrap_servers})
     admin.delete_topics([topic])[topic].result(30)
-    wait_until(lambda: topic not in admin.list_topics(timeout=10).topics, what="the topic to be gone")
+    wait_until(lambda: topic not in admin.list_topics(timeout=30).topics, what="the topic to be gone")
 
 
 # A topic alone: the markers of exactly-once are left, which makes it the other case.

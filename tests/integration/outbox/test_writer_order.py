@@ -44,7 +44,7 @@ def test_the_second_writer_of_a_key_draws_its_id_after_the_firsts_commit(outbox_
         outbox.add(first, event(2), lock_key=True)
         assert not writing.done()
         first.commit()
-        writing.result(10)
+        writing.result(60)
     assert numbers(outbox_postgres) == ([1, 2, 3, 4] if many else [1, 2, 4])
 
 

@@ -100,9 +100,9 @@ def test_a_second_add_waits_for_the_first_transaction(outbox_postgres, ends, wro
         getattr(first, ends)()
         if ends == "commit" and wrong:
             with pytest.raises(IdempotencyKeyReused):
-                adding.result(10)
+                adding.result(60)
         else:
-            assert (adding.result(10) == first_id) == (ends == "commit")
+            assert (adding.result(60) == first_id) == (ends == "commit")
         second.commit()
     assert numbers(outbox_postgres) == ([1] if ends == "commit" else [2])
 

@@ -17,7 +17,7 @@ from outbox.testing.fixtures import Topics
 
 
 def has_leaders(driver: Driver, which: list[bool]) -> bool:
-    described = driver.admin.list_topics(timeout=10).topics.get(driver.topic)
+    described = driver.admin.list_topics(timeout=30).topics.get(driver.topic)
     return described is not None and [part.leader >= 0 for part in described.partitions.values()] == which
 
 
