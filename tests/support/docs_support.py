@@ -53,6 +53,11 @@ def _blocks() -> Sequence[Block]:
     return found
 
 
+def anchor(heading: str) -> str:
+    """Return what a link to a heading ends in, on GitHub and on the site."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
 def inline() -> list[tuple[str, str]]:
     """Return the code inside of sentences: the page, and the text of each span."""
     spans = []

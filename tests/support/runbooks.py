@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import psycopg
-from docs_support import ROOT, blocks
+from docs_support import ROOT, anchor, blocks
 from kafka_tools import kafka_transactions
 from typer.testing import CliRunner
 
@@ -37,7 +37,7 @@ class Section:
     @property
     def anchor(self) -> str:
         """Return what a link to it ends in."""
-        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+        return anchor(self.title)
 
     @property
     def steps(self) -> frozenset[str]:

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from docs_support import DOCS, PAGES, ROOT
+from docs_support import DOCS, PAGES, ROOT, anchor
 
 # The demo's shop is a file of the user's in the text.
 FILES = re.compile(r"`((?:outbox|relay|spark_jobs|migrations|tests|examples|benchmarks|docs|deploy)/[\w./-]*)`")
@@ -16,9 +16,8 @@ LINKS = re.compile(r"\]\(([^)#\s]+)?(?:#([^)\s]+))?\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Return the anchors of a page's headings."""
+    return {anchor(heading) for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -30,14 +29,14 @@ def test_what_a_page_names_is_there(page):
         for name in BESIDE.findall(text)
         if not any((ROOT / top / name).exists() for top in ("relay", "spark_jobs"))
     ]
-    for link, anchor in LINKS.findall(text):
+    for link, heading in LINKS.findall(text):
         if link.startswith(("http:", "https:", "mailto:")):
             continue
         target = page.parent / link if link else page
         if not target.exists():
             missing.append(link)
-        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
-            missing.append(f"{link}#{anchor}")
+        elif heading and target.suffix == ".md" and heading not in anchors(target):
+            missing.append(f"{link}#{heading}")
     assert missing == []
 
 
