@@ -25,6 +25,8 @@ _EXPONENT: Final = re.compile(rb"\de[+-]?\d")
 _LONGEST_NUMBER: Final = 330
 _MOST_GROWTH: Final = 2 + _LONGEST_NUMBER // 3
 """How many times as long JSON can get in ``largest_size``: a space for each byte, and a number for each three."""
+_MOST_ZEROS: Final = 40
+"""How many a decimal may get in place of its exponent: 1E+1000000 would get a million."""
 # By default orjson writes all attributes of a dataclass instance, including cached properties; we write its fields.
 _OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS
 _WITHOUT_FLOATS: Final = frozenset({str, int, bool, type(None), Decimal, UUID, dt.datetime, dt.date, dt.time})
@@ -115,7 +117,8 @@ def to_json(payload: object) -> bytes:
 
 def _default(value: object) -> object:
     if isinstance(value, Decimal) and value.is_finite():
-        return str(value)
+        text = str(value)
+        return format(value, "f") if "E" in text and abs(value.adjusted()) <= _MOST_ZEROS else text
     if _is_row(value):
         raise TypeError(_row_problem(value))
     if is_dataclass(value):

@@ -108,6 +108,27 @@ def test_what_payloads_may_hold():
     assert encoded({"null": None, "text": "\\u0000"}) == {"null": None, "text": "\\u0000"}
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0E-8", "0.00000000"),
+        ("-1.50E-7", "-0.000000150"),
+        ("1E+3", "1000"),
+        ("1E+40", "1" + "0" * 40),
+        ("1E+41", "1E+41"),
+        ("1E-999999", "1E-999999"),
+        ("1E+999999", "1E+999999"),
+    ],
+)
+def test_a_decimal_has_no_exponent_unless_it_would_have_very_many_zeros(value, text):
+    assert encoded([Decimal(value)]) == [text]
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False))
+def test_any_decimal_has_the_same_value_as_text(value):
+    assert Decimal(encoded([value])[0]) == value
+
+
 def test_dataclasses():
     assert encoded(Line("tea", Decimal(3))) == {"article": "tea", "price": "3"}
     basket = Basket([Line("tea", Decimal(3))], _cache=math.nan)
