@@ -25,6 +25,10 @@ _EXPONENT: Final = re.compile(rb"\de[+-]?\d")
 _LONGEST_NUMBER: Final = 330
 _MOST_GROWTH: Final = 2 + _LONGEST_NUMBER // 3
 """How many times as long JSON can get in ``largest_size``: a space for each byte, and a number for each three."""
+# A time with an offset. Later than in 1972 no zone's offset has seconds.
+_OLD_TIME: Final = re.compile(rb'"1(?:[0-8]\d\d|9(?:[0-6]\d|7[0-2]))-\d\d-\d\dT[\d:.]+[+-]\d\d:\d\d"')
+_MOST_ZEROS: Final = 40
+"""How many a decimal may get in place of its exponent: 1E+1000000 would get a million."""
 # By default orjson writes all attributes of a dataclass instance, including cached properties; we write its fields.
 _OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS
 _WITHOUT_FLOATS: Final = frozenset({str, int, bool, type(None), Decimal, UUID, dt.datetime, dt.date, dt.time})
@@ -105,6 +109,9 @@ def to_json(payload: object) -> bytes:
         # orjson reports what, but not where.
         where, problem = _find(payload, _unserializable) or ("payload", _orjson_problem(error))
         raise PayloadError(where, problem) from error
+    if _OLD_TIME.search(encoded):
+        # orjson rounds offsets to minutes, and with them the time.
+        encoded = orjson.dumps(payload, default=_with_times, option=_OPTIONS | orjson.OPT_PASSTHROUGH_DATETIME)
     # orjson silently writes null for NaN and Infinity; and jsonb can't store a NUL.
     if b"null" in encoded and _any_not_finite(payload) and (found := _find(payload, _not_finite)):
         raise PayloadError(*found)
@@ -115,7 +122,8 @@ def to_json(payload: object) -> bytes:
 
 def _default(value: object) -> object:
     if isinstance(value, Decimal) and value.is_finite():
-        return str(value)
+        text = str(value)
+        return format(value, "f") if "E" in text and abs(value.adjusted()) <= _MOST_ZEROS else text
     if _is_row(value):
         raise TypeError(_row_problem(value))
     if is_dataclass(value):
@@ -123,6 +131,14 @@ def _default(value: object) -> object:
     if is_pydantic(value):
         return _dump_model(value)
     raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+
+
+def _with_times(value: object) -> object:
+    """As ``_default``, and for times too: as orjson writes them, but in UTC if the offset has seconds."""
+    if isinstance(value, dt.datetime):
+        offset = value.utcoffset() or dt.timedelta()
+        return (value.astimezone(dt.UTC) if offset % dt.timedelta(minutes=1) else value).isoformat()
+    return value.isoformat() if isinstance(value, dt.date | dt.time) else _default(value)
 
 
 def _is_row(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Avro. Nothing is rounded, cut or left out: fastavro alone writes 1.7 as the int 1, and any text as true."""
+"""Avro. Nothing is rounded (but a ``float``), cut or left out: fastavro writes 1.7 as the int 1, any text as true."""
 
 from __future__ import annotations
 

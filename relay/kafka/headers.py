@@ -33,6 +33,8 @@ _NAMED: Final = {
     HeaderSet.DEBEZIUM: frozenset({CONTENT_TYPE, IDEMPOTENCY_KEY}),
 }
 """Headers of the row that have their place before the event's own."""
+_MOST_TRACESTATE: Final = 8192
+"""Characters. W3C asks for 512. A longer one is sent once only: the event's size limit counts it once."""
 
 
 def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.BOTH) -> Headers:
@@ -73,7 +75,7 @@ def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.B
         headers.append((CONTENT_TYPE, own.get(CONTENT_TYPE, JSON_CONTENT_TYPE)))
     if TRACEPARENT in own and which is not HeaderSet.DEBEZIUM:
         headers.append((CE_TRACEPARENT, own[TRACEPARENT]))
-        if TRACESTATE in own:
+        if TRACESTATE in own and len(own[TRACESTATE]) <= _MOST_TRACESTATE:
             headers.append((CE_TRACESTATE, own[TRACESTATE]))
     named = _NAMED[which]
     headers.extend((name, value) for name, value in own.items() if name not in named)

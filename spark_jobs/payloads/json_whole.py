@@ -49,9 +49,9 @@ _WHOLE_DOUBLE: Final = 2.0**53
 _YEAR: Final = r"(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)"
 _DAY: Final = rf"^{_YEAR}-\d\d-\d\d$"
 _TIME: Final = rf"^{_YEAR}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{{1,6}})?(Z|[+-]\d\d:\d\d)$"
-# The decimals that json_text accepts as texts; Arrow also accepts a plus sign, an exponent, and nothing before or after
-# the point.
-_DECIMAL: Final = r"^-?\d{1,60}(\.\d{1,60})?$"
+# The decimals that json_text accepts as texts; Arrow also accepts a plus sign, and nothing before or after the point.
+# With an exponent only so many digits that no more than 76 can be behind the point: see _TINY.
+_DECIMAL: Final = r"^-?(\d{1,60}(\.\d{1,60})?|\d{1,38}(\.\d{1,38})?[eE][+-]?([0-2]?\d|3[0-8]))$"
 # The most digits of a decimal of 256 bits, and how many of them a number here may have.
 _MOST_DIGITS: Final = 76
 _NUMBER_DIGITS: Final = 56

@@ -206,15 +206,28 @@ def _struct(
     if not fields:
         raise JobError(f"message: {descriptor.full_name} has no fields")
     strict = policy.unknown == "dead-letter"
+    closed = {one.number: found for one in descriptor.fields if (found := _closed(one, within(path, one.name)))}
 
     def whole(message: Any) -> dict[str, Any]:
-        if strict:
+        if strict or closed:
             for extra in UnknownFieldSet(message):
+                # Protobuf takes an unknown number of a closed enum, or its map's whole entry, for an unknown field.
+                if extra.field_number in closed:
+                    raise _lacking(closed[extra.field_number])
+                if not strict:
+                    continue
                 where = f" in {path}" if path else ""
                 raise Problem(f"field number {extra.field_number}{where}: is not in the job's descriptor")
         return {name: convert(message) for name, _, convert in fields}
 
     return struct_of("message", path, [(name, kind) for name, kind, _ in fields]), whole
+
+
+def _closed(field: Any, path: str) -> str | None:
+    """Return the path of a field's values if they are of a closed enum, else None."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return _closed(field.message_type.fields_by_name["value"], f"{path}{{}}")
+    return path if field.enum_type is not None and field.enum_type.is_closed else None
 
 
 def _field(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tuple[t.DataType, Convert]:
@@ -259,10 +272,14 @@ def _same(value: Any) -> Any:
 def _enum(path: str, names: Mapping[int, str]) -> Convert:
     def convert(number: int) -> str:
         if number not in names:
-            raise Wrong(f"field {path}: is a value that the job's enum lacks")
+            raise _lacking(path)
         return names[number]
 
     return convert
+
+
+def _lacking(path: str) -> Wrong:
+    return Wrong(f"field {path}: is a value that the job's enum lacks")
 
 
 def _time(path: str) -> Convert:

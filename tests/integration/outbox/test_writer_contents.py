@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import datetime as dt
 import json
+import sys
 import uuid
 from decimal import Decimal
 
@@ -18,9 +19,14 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import TraceState
 from psycopg.types.json import Jsonb
+from pyspark.sql import types as t
 from writer_targets import both_ways, event, on_target, opened, stored
 
 from outbox import Event, EventTooLarge, Outbox, _payload
+from relay.core.ports import Claim
+from relay.polling.queries import COLUMNS
+from spark_jobs.payloads import json_text
+from spark_jobs.payloads.reading import Policy
 
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 JSON = st.recursive(
@@ -48,6 +54,35 @@ def test_any_json_comes_back_equal_and_is_counted_exactly(outbox_postgres, paylo
     assert json.loads(found, **numbers) == json.loads(json.dumps(payload), **numbers)
     encoded = _payload.encode(Event("Order", "1", "T", payload)).json
     assert _payload.exact_size(encoded) == len(found.encode()) <= _payload.largest_size(encoded)
+
+
+class Numbers(pydantic.BaseModel):
+    money: Decimal
+    real: float
+
+
+# Python prints these decimals with an exponent, and jsonb these doubles without one.
+NUMBERS = [
+    (Decimal("0E-8"), 6.02214076e23),
+    (Decimal("1E-7"), 1.2345678901234566e17),
+    (Decimal("1E+3"), 1e23),
+    (Decimal("-1.5E-17"), -sys.float_info.max),
+    (Decimal("-1.20"), 5e-324),
+    (Decimal(0), 0.1),
+]
+
+
+@pytest.mark.parametrize("model", [dict, Numbers])
+def test_a_job_reads_the_numbers_that_were_written(outbox_postgres, model):
+    fields = t.StructType().add("money", t.DecimalType(38, 18)).add("real", t.DoubleType())
+    with psycopg.connect(outbox_postgres.url) as connection:
+        Outbox().add_many(
+            connection, [Event("Order", "1", "T", model(money=money, real=real)) for money, real in NUMBERS]
+        )
+        rows = connection.execute(f"SELECT {COLUMNS} FROM outbox.events ORDER BY id").fetchall()
+        connection.rollback()
+    reader = json_text.reader(fields, Policy())
+    assert [tuple(reader(Claim(*row).value, None)) for row in rows] == NUMBERS
 
 
 @dataclasses.dataclass

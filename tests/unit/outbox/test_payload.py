@@ -10,6 +10,7 @@ import functools
 import math
 import types
 import uuid
+import zoneinfo
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -106,6 +107,56 @@ def test_what_payloads_may_hold():
     assert encoded(collections.OrderedDict(a=1)) == {"a": 1}
     # What looks like trouble in the output, and is none.
     assert encoded({"null": None, "text": "\\u0000"}) == {"null": None, "text": "\\u0000"}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0E-8", "0.00000000"),
+        ("-1.50E-7", "-0.000000150"),
+        ("1E+3", "1000"),
+        ("1E+40", "1" + "0" * 40),
+        ("1E+41", "1E+41"),
+        ("1E-999999", "1E-999999"),
+        ("1E+999999", "1E+999999"),
+    ],
+)
+def test_a_decimal_has_no_exponent_unless_it_would_have_very_many_zeros(value, text):
+    assert encoded([Decimal(value)]) == [text]
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False))
+def test_any_decimal_has_the_same_value_as_text(value):
+    assert Decimal(encoded([value])[0]) == value
+
+
+def test_a_time_whose_offset_has_seconds_is_the_same_time_in_utc():
+    """JSON's times have offsets of whole minutes. Local mean time had seconds, in Amsterdam until 1937."""
+    old = dt.datetime(1930, 6, 1, 12, tzinfo=zoneinfo.ZoneInfo("Europe/Amsterdam"))
+    utc = "1930-06-01T10:40:28+00:00"
+    assert encoded({"t": [old], "line": Line("tea", old), "enum": enum.Enum("E", {"OLD": old}).OLD}) == {
+        "t": [utc],
+        "line": {"article": "tea", "price": utc},
+        "enum": utc,
+    }
+    # What stands beside it is written as ever.
+    others = [
+        dt.datetime(1930, 6, 1, 12),
+        dt.datetime(1930, 6, 1, 12, 0, 0, 5, tzinfo=dt.UTC),
+        dt.datetime(1960, 6, 1, 12, tzinfo=dt.timezone(dt.timedelta(hours=-3, minutes=-30))),
+        dt.date(1930, 6, 1),
+        dt.time(12, 0, 0, 5),
+        dt.datetime(2026, 6, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Amsterdam")),
+        Decimal("1.10"),
+        Colour.RED,
+    ]
+    assert encoded([old, *others]) == [utc, *encoded(others)]
+
+
+@given(st.datetimes(min_value=dt.datetime(1000, 1, 2), timezones=st.timezones()))
+def test_any_time_is_the_same_time(value):
+    found = dt.datetime.fromisoformat(encoded([value])[0])
+    assert found.astimezone(dt.UTC) == value.astimezone(dt.UTC)
 
 
 def test_dataclasses():

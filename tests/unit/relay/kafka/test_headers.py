@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from outbox._app.choices import HeaderSet
+from outbox.event import MAX_EVENT_BYTES
 from outbox.inbox import message_id
 from relay.core.ports import Claim
 from relay.kafka.headers import message_headers
@@ -58,3 +61,26 @@ def test_each_set_has_a_subject_that_is_not_the_aggregates_id(which):
 
     assert subjects(CLAIM._replace(headers={"ce_subject": "order-1"})) == ["order-1"]
     assert subjects(CLAIM) == ([] if which is HeaderSet.DEBEZIUM else ["key"])
+
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(("length", "twice"), [(8192, True), (8193, False), (60_000, False)])
+def test_a_long_tracestate_is_sent_once_so_that_any_event_is_below_the_brokers_limit(length, twice):
+    """It is counted once, and so are the names. By default a broker takes 1,048,588 bytes, its own few included."""
+    wide = "\U0001f600"
+    own = {
+        "traceparent": TRACEPARENT,
+        "tracestate": wide * length,
+        "idempotency-key": "x" * 255,
+        "content-type": "t" * 200,
+    }
+    claim = CLAIM._replace(aggregate_type=wide * 200, aggregate_id=wide * 1000, event_type=wide * 200, headers=own)
+    found = message_headers(claim, "/shop")
+    states = {name: value for name, value in found if name in {"ce_tracestate", "tracestate"}}
+    assert states == {"tracestate": wide * length, **({"ce_tracestate": wide * length} if twice else {})}
+    assert dict(found)["ce_traceparent"] == TRACEPARENT
+    headers = sum(len(part.encode()) for header in found for part in header)
+    payload_and_key = MAX_EVENT_BYTES - len(json.dumps(own, ensure_ascii=False).encode())
+    assert payload_and_key + headers < 1_048_588 - 1000

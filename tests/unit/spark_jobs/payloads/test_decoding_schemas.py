@@ -237,6 +237,62 @@ def test_protobuf_times_enums_and_unknown_fields():
         Protobuf(descriptor=empty_pb2.Empty).task_plan()
 
 
+def with_enums(syntax: str) -> bytes:
+    """A message with an enum in each place that a field has: proto3's are open, proto2's closed."""
+    file = descriptor_pb2.FileDescriptorProto(name="m.proto", package="p", syntax=syntax)
+    status = file.enum_type.add(name="Status")
+    status.value.add(name="NEW", number=0)
+    status.value.add(name="PAID", number=1)
+    inner = file.message_type.add(name="Inner")
+    inner.field.add(name="status", number=1, label=1, type=14, type_name=".p.Status")
+    message = file.message_type.add(name="M")
+    message.oneof_decl.add(name="one")
+    entry = message.nested_type.add(name="ByNumberEntry")
+    entry.options.map_entry = True
+    entry.field.add(name="key", number=1, label=1, type=5)
+    entry.field.add(name="value", number=2, label=1, type=14, type_name=".p.Status")
+    for number, name, label, type_name, more in (
+        (1, "single", 1, "Status", {}),
+        (2, "several", 3, "Status", {}),
+        (3, "by_number", 3, "M.ByNumberEntry", {}),
+        (4, "chosen", 1, "Status", {"oneof_index": 0}),
+        (5, "inner", 1, "Inner", {}),
+        (6, "inners", 3, "Inner", {}),
+    ):
+        kind = 14 if type_name == "Status" else 11
+        message.field.add(name=name, number=number, label=label, type=kind, type_name=f".p.{type_name}", **more)
+    return descriptor_pb2.FileDescriptorSet(file=[file]).SerializeToString()
+
+
+@pytest.mark.parametrize("unknown", ["ignore", "dead-letter"])
+@pytest.mark.parametrize("syntax", ["proto2", "proto3"])
+@pytest.mark.parametrize(
+    ("field", "payload"),
+    [
+        ("single", b"\x08%c"),
+        ("several", b"\x10\1\x10%c"),
+        ("several", b"\x12\2\1%c"),
+        ("by_number{}", b"\x1a\4\x08\5\x10%c"),
+        ("chosen", b"\x20%c"),
+        ("inner.status", b"\x2a\2\x08%c"),
+        ("inners.status", b"\x32\2\x08\1\x32\2\x08%c"),
+    ],
+)
+def test_an_unknown_number_of_an_enum_is_a_problem_also_where_protobuf_takes_it_for_an_unknown_field(
+    syntax, unknown, field, payload
+):
+    reader = protobuf_payload.Plan(with_enums(syntax), "p.M", None, Policy(unknown))()
+    assert "PAID" in repr(reader(payload % 1, None))
+    with pytest.raises(Problem, match=f"^field {field}: is a value that the job's enum lacks$"):
+        reader(payload % 7, None)
+    extra = b"\xf8\x07\x01"
+    if unknown == "ignore":
+        assert reader(payload % 1 + extra, None) == reader(payload % 1, None)
+    else:
+        with pytest.raises(Problem, match="field number 127: is not in the job's descriptor"):
+            reader(payload % 1 + extra, None)
+
+
 # The registry, over real HTTP.
 
 IMPATIENT = {"max.retries": 1, "retries.wait.ms": 1, "retries.max.wait.ms": 1, "timeout": 20}

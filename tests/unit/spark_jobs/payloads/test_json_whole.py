@@ -103,6 +103,7 @@ ODD = [
         '"-"',
         '"\\u002b1"',
         '"1.5\\n"',
+        *('"0E-8"', '"1E-7"', '"-1.5E+3"', '"1e999"', '"1e1000"', '"1e"', '"1e3.0"'),
         '"00001.5"',
         '"1"',
         '"\uff11"',
@@ -332,7 +333,9 @@ def test_plain_payloads_are_read_whole():
         (["1.50", "2e1", "null"], True),
         (['"1.5"', "2"], False),
         (['"+1.5"', '"2"'], False),
-        (['"1e1"'], False),
+        (['"1e1"', '"0E-8"', '"1.50E-1"', "null"], True),
+        (['"1e39"'], False),
+        (['"1e"'], False),
         (["10000000000"], False),
     ],
 )
@@ -371,8 +374,10 @@ for precision, scale in (12, 2), (38, 0), (38, 18), (38, 37):
 
 
 def test_tiny_decimals_are_left_to_the_exact_reader(tmp_path):
-    exponents = [15, 16, 19, 20, 55, *range(76, 82), 99, 120, 99999999, 2000000000, *range(2**31 - 1, 2**31 + 2)]
+    small = [8, 15, 16, 18, 19, 20, 37, 38, 39, 55]
+    exponents = [*small, *range(76, 82), 99, 120, 99999999, 2000000000, *range(2**31 - 1, 2**31 + 2)]
     numbers = [f"{digits}e{sign}{one}" for digits in ("1", "-5.0", "0") for sign in "-+" for one in exponents]
+    numbers += [f"{digits * 38}.{digits * 38}e{sign}{one}" for digits in "19" for sign in "-+" for one in (37, 38, 39)]
     numbers += [
         f"1E-{'0' * 9}80",
         "0." + "0" * 80 + "1",
