@@ -39,6 +39,12 @@ class _Ahead:
     in_hand: Mapping[int, AbstractSet[int]]
     rows: Sequence[Any] = ()
 
+    def cut(self, limits: Mapping[int, int]) -> _Ahead:
+        """Return the same without the events beyond these limits, which come again."""
+        announced = {lane: events[: limits[lane]] for lane, events in self.announced.items()}
+        left = {(lane, event.id) for lane, events in announced.items() for event in events}
+        return _Ahead(announced, self.in_hand, [row for row in self.rows if (row[8], row[0]) in left])
+
 
 @dataclass(frozen=True, slots=True)
 class _LookedAgain:
@@ -119,12 +125,14 @@ class StreamReader:
     def _taken_ahead(self, limits: Mapping[int, int]) -> _Ahead | None:
         """Take the events whose rows were read ahead, if they are the next ones of these lanes."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or any(len(events) > limits.get(lane, 0) for lane, events in ahead.announced.items()):
+        if ahead is None or not ahead.announced.keys() <= limits.keys():
             return None
         self._lanes.table.session.free()
         if any(row[0] is None for row in ahead.rows):
             # A lane's rows do not fit, or are gone.
             return None
+        if any(len(events) > limits[lane] for lane, events in ahead.announced.items()):
+            ahead = ahead.cut(limits)
         taken = {lane: self._channel(lane).take(len(events)) for lane, events in ahead.announced.items()}
         if taken == ahead.announced:
             return ahead
