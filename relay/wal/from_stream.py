@@ -110,7 +110,7 @@ class StreamReader:
             "lanes": array(list(announced)),
             # Not a list of texts: the driver would search each of them for what to escape.
             "ids": array([f'"{array([event.id for event in events])}"' for events in announced.values()]),
-            "max_bytes": self._lane_bytes(announced),
+            "rooms": array(list(self._rooms(announced).values())),
         }
 
         def read() -> None:
@@ -176,14 +176,21 @@ class StreamReader:
             for lane in lanes
         }
 
-    def _lane_bytes(self, lanes: Collection[int]) -> int:
-        return max(self._turn_bytes // max(len(lanes), 1), 1)
+    def _rooms(self, announced: Mapping[int, Sequence[StreamEvent]]) -> dict[int, int]:
+        """Return the bytes that each lane may have: an equal share, or more if its events are expected to need more.
+
+        If the others' events are suddenly larger, a turn has at most twice its bytes.
+        """
+        needs = {lane: len(events) * self._lanes[lane].row_bytes for lane, events in announced.items()}
+        part = self._turn_bytes / max(sum(needs.values()), 1.0)
+        return {lane: max(self._turn_bytes // len(needs), int(need * part), 1) for lane, need in needs.items()}
 
     def _send(self, announced: Mapping[int, Sequence[StreamEvent]]) -> None:
         """Execute the statement that reads as many rows of events as fit."""
-        named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
-        lanes, ids, numbers = map(array, zip(*named, strict=True))
-        values = {"lanes": lanes, "ids": ids, "numbers": numbers, "max_bytes": self._lane_bytes(announced)}
+        room = self._rooms(announced)
+        named = [(lane, event.id, n, room[lane]) for lane in announced for n, event in enumerate(announced[lane])]
+        lanes, ids, numbers, rooms = map(array, zip(*named, strict=True))
+        values = {"lanes": lanes, "ids": ids, "numbers": numbers, "rooms": rooms}
         self._rows.execute(self._queries.by_ids, values)
 
     def _read(
