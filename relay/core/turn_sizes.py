@@ -43,6 +43,12 @@ class TurnSizes:
         """Lanes with suspected events, in groups that have turns of their own, in rotation."""
         self._suspects_turn = False
 
+    @property
+    def most(self) -> tuple[int, int]:
+        """The most events of a lane in a turn at present, and the most lanes."""
+        lanes = len(self._lanes)
+        return self._limit, min(self._most_lanes or lanes, lanes)
+
     def forget(self, lane: int) -> None:
         self._clear([lane])
 
