@@ -155,6 +155,7 @@ class WorkerLoop:
         source.go_on_without(self._absent())
         quiet = self._pause(source, paused)
         limits = self._sizes.limits([number for number in ready if number not in paused])
+        self._observer.turn_limits(*self._sizes.most)
         if not limits:
             if quiet:
                 self._succeeded(quiet)

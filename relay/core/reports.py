@@ -47,8 +47,8 @@ class TurnMetrics:
         )
         self._stages = Histogram(
             "outbox_relay_turn_seconds",
-            "Duration of a stage of a turn: read (with settling the previous turn, if both are one statement), "
-            "publish (until Kafka's acknowledgement, or the commit of its transaction), settle.",
+            "Duration of a turn's stage: read (also settles the previous turn, if both are one statement), publish "
+            "(until Kafka's acknowledgement or commit), settle.",
             ["stage"],
             buckets=_SECONDS,
             registry=registry,
@@ -58,6 +58,16 @@ class TurnMetrics:
         self._lost = Counter(
             "outbox_relay_lanes_lost",
             "Lanes that another relay took from this one.",
+            registry=registry,
+        )
+        self._most_events = Gauge(
+            "outbox_relay_turn_limit_events",
+            "Most events of a lane in a turn: relay.batch_size, or fewer after turns that were late or too large.",
+            registry=registry,
+        )
+        self._most_lanes = Gauge(
+            "outbox_relay_turn_limit_lanes",
+            "Most lanes in a turn: all of this worker's, or fewer after such turns.",
             registry=registry,
         )
         self._last = Gauge(
@@ -74,6 +84,10 @@ class TurnMetrics:
         for stage, seconds in stages.items():
             self._stages.labels(stage).observe(seconds)
         self._last.set(time.time())
+
+    def limits(self, events: int, lanes: int) -> None:
+        self._most_events.set(events)
+        self._most_lanes.set(lanes)
 
     def lanes_lost(self, count: int) -> None:
         self._lost.inc(count)
@@ -118,6 +132,10 @@ class LoopReports:
     def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
         """Record how long a turn took. Reading includes settling the previous one, where both are one statement."""
         self._meter.turn(events, {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds})
+
+    def turn_limits(self, events: int, lanes: int) -> None:
+        """Record the most events of a lane in a turn, and the most lanes."""
+        self._meter.limits(events, lanes)
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
         self._meter.events("refused", 1)

@@ -37,10 +37,17 @@ class TurnSizes:
         """The most lanes in a turn, if a few events of each were too much."""
         self._waiting: Sequence[int] = ()
         """The lanes that have not had their turn since all had one."""
+        self._last_limits: Mapping[int, int] = {}
         self._clean = 0
         self._suspects: list[list[int]] = []
         """Lanes with suspected events, in groups that have turns of their own, in rotation."""
         self._suspects_turn = False
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """The most events of a lane in a turn at present, and the most lanes."""
+        lanes = len(self._lanes)
+        return self._limit, min(self._most_lanes or lanes, lanes)
 
     def forget(self, lane: int) -> None:
         self._clear([lane])
@@ -51,10 +58,12 @@ class TurnSizes:
         A suspected lane without events goes with the others again: it would hold up the lanes of its group.
         """
         known = limits.keys() & self._lanes.keys()
+        before, self._last_limits = self._last_limits, limits
         for number in known:
-            lane = self._lanes[number]
+            lane, most = self._lanes[number], limits[number]
             lane.taken = len(batches.get(number, ()))
-            lane.full = lane.taken >= limits[number]
+            # What was read ahead was read with the limits of the turn before.
+            lane.full = lane.taken >= min(most, before.get(number, most))
         if self._suspects_turn:
             self._clear([number for number in known if not batches.get(number)])
 

@@ -180,11 +180,7 @@ class RelayMetrics:
             ["task"],
             (([task], seconds) for task, seconds in health.upkeep.items()),
         )
-        yield gauge(
-            "relay_lanes_paused",
-            "Paused lanes of this worker: it holds them and publishes nothing from them.",
-            len(health.paused_lanes),
-        )
+        yield gauge("relay_lanes_paused", "Paused lanes of this worker.", len(health.paused_lanes))
         yield gauge(
             "relay_topics_paused",
             "Paused topics that this worker obeys; their events wait.",

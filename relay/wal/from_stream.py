@@ -39,6 +39,12 @@ class _Ahead:
     in_hand: Mapping[int, AbstractSet[int]]
     rows: Sequence[Any] = ()
 
+    def cut(self, limits: Mapping[int, int]) -> _Ahead:
+        """Return the same without the events beyond these limits, which come again."""
+        announced = {lane: events[: limits[lane]] for lane, events in self.announced.items()}
+        left = {(lane, event.id) for lane, events in announced.items() for event in events}
+        return _Ahead(announced, self.in_hand, [row for row in self.rows if (row[8], row[0]) in left])
+
 
 @dataclass(frozen=True, slots=True)
 class _LookedAgain:
@@ -104,7 +110,7 @@ class StreamReader:
             "lanes": array(list(announced)),
             # Not a list of texts: the driver would search each of them for what to escape.
             "ids": array([f'"{array([event.id for event in events])}"' for events in announced.values()]),
-            "max_bytes": self._lane_bytes(announced),
+            "rooms": array(list(self._rooms(announced).values())),
         }
 
         def read() -> None:
@@ -119,12 +125,14 @@ class StreamReader:
     def _taken_ahead(self, limits: Mapping[int, int]) -> _Ahead | None:
         """Take the events whose rows were read ahead, if they are the next ones of these lanes."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or any(len(events) > limits.get(lane, 0) for lane, events in ahead.announced.items()):
+        if ahead is None or not ahead.announced.keys() <= limits.keys():
             return None
         self._lanes.table.session.free()
         if any(row[0] is None for row in ahead.rows):
             # A lane's rows do not fit, or are gone.
             return None
+        if any(len(events) > limits[lane] for lane, events in ahead.announced.items()):
+            ahead = ahead.cut(limits)
         taken = {lane: self._channel(lane).take(len(events)) for lane, events in ahead.announced.items()}
         if taken == ahead.announced:
             return ahead
@@ -168,14 +176,21 @@ class StreamReader:
             for lane in lanes
         }
 
-    def _lane_bytes(self, lanes: Collection[int]) -> int:
-        return max(self._turn_bytes // max(len(lanes), 1), 1)
+    def _rooms(self, announced: Mapping[int, Sequence[StreamEvent]]) -> dict[int, int]:
+        """Return the bytes that each lane may have: an equal share, or more if its events are expected to need more.
+
+        If the others' events are suddenly larger, a turn has at most twice its bytes.
+        """
+        needs = {lane: len(events) * self._lanes[lane].row_bytes for lane, events in announced.items()}
+        part = self._turn_bytes / max(sum(needs.values()), 1.0)
+        return {lane: max(self._turn_bytes // len(needs), int(need * part), 1) for lane, need in needs.items()}
 
     def _send(self, announced: Mapping[int, Sequence[StreamEvent]]) -> None:
         """Execute the statement that reads as many rows of events as fit."""
-        named = [(lane, event.id, n) for lane, events in announced.items() for n, event in enumerate(events)]
-        lanes, ids, numbers = map(array, zip(*named, strict=True))
-        values = {"lanes": lanes, "ids": ids, "numbers": numbers, "max_bytes": self._lane_bytes(announced)}
+        room = self._rooms(announced)
+        named = [(lane, event.id, n, room[lane]) for lane in announced for n, event in enumerate(announced[lane])]
+        lanes, ids, numbers, rooms = map(array, zip(*named, strict=True))
+        values = {"lanes": lanes, "ids": ids, "numbers": numbers, "rooms": rooms}
         self._rows.execute(self._queries.by_ids, values)
 
     def _read(

@@ -52,29 +52,30 @@ SELECT l.lane, ARRAY(SELECT e.id FROM {events} AS e WHERE e.lane = l.lane AND e.
   FROM {lanes} AS l
   JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(ids)s::text[]) AS m(lane, epoch, ids) ON {ours}"""
 
-# Of each lane as many rows as fit into the bytes, and at least one; ``cut`` is the number of the first that does not
+# Of each lane as many rows as fit into its room, and at least one; ``cut`` is the number of the first that does not
 # fit. OFFSET 0 prevents the planner from reversing the join, which would compare each row of the table with each id.
 _READ: Final = """
 SELECT e.*, s.lane, s.cut
-  FROM (SELECT *, min(n) FILTER (WHERE before >= %(max_bytes)s) OVER (PARTITION BY lane) AS cut
-          FROM (SELECT a.lane, a.id, a.n,
+  FROM (SELECT *, min(n) FILTER (WHERE before >= room) OVER (PARTITION BY lane) AS cut
+          FROM (SELECT a.*,
                        sum(e.size) OVER (PARTITION BY a.lane ORDER BY a.n ROWS UNBOUNDED PRECEDING) - e.size AS before
-                  FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[], %(numbers)s::int[]) AS a(lane, id, n)
+                  FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[], %(numbers)s::int[], %(rooms)s::bigint[])
+                              AS a(lane, id, n, room)
                  CROSS JOIN LATERAL (SELECT {size} AS size FROM {events} AS e
                                       WHERE e.lane = a.lane AND e.id = a.id OFFSET 0) AS e) AS sized) AS s
  CROSS JOIN LATERAL (SELECT {columns} FROM {events} AS e WHERE e.lane = s.lane AND e.id = s.id OFFSET 0) AS e
- WHERE s.before < %(max_bytes)s"""
+ WHERE s.before < s.room"""
 
 # Of each lane all of its rows, in one scan of the index (from Postgres 17 on); or one row without an id, if there are
 # none, or if they do not fit. The statement above looks each row up twice, from the root of the index.
 _READ_ALL: Final = """
 SELECT e.*, l.lane, NULL::int
   FROM (SELECT l.*, s.bytes
-          FROM unnest(%(lanes)s::smallint[], %(ids)s::text[]) AS l(lane, ids)
+          FROM unnest(%(lanes)s::smallint[], %(ids)s::text[], %(rooms)s::bigint[]) AS l(lane, ids, room)
          CROSS JOIN LATERAL (SELECT sum({size}) AS bytes FROM {events} AS e
                               WHERE e.lane = l.lane AND e.id = ANY(l.ids::bigint[])) AS s) AS l
   LEFT JOIN LATERAL (SELECT {columns} FROM {events} AS e
-                      WHERE l.bytes <= %(max_bytes)s AND e.lane = l.lane AND e.id = ANY(l.ids::bigint[])
+                      WHERE l.bytes <= l.room AND e.lane = l.lane AND e.id = ANY(l.ids::bigint[])
                      OFFSET 0) AS e ON true"""
 
 

@@ -311,6 +311,7 @@ class Watcher:
     raised: list[Exception] = field(default_factory=list)
     refusals: list[int] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    limits: list[tuple[int, int]] = field(default_factory=list)
 
     def published(self, batches: Sequence[Sequence[Claim]], at: float) -> None:
         assert at <= time.monotonic()
@@ -318,6 +319,9 @@ class Watcher:
 
     def turn(self, events: int, *_: float) -> None:
         self.turns.append(events)
+
+    def turn_limits(self, events: int, lanes: int) -> None:
+        self.limits.append((events, lanes))
 
     def refused(self, lane: int, item: Claim, reason: str) -> None:
         self.refusals.append(item.position)

@@ -204,6 +204,7 @@ class Seen:
         self.errors.append((lanes, error))
 
     def turn(self, *_: float) -> None: ...
+    def turn_limits(self, events: int, lanes: int) -> None: ...
 
     def recovered(self, lanes: Collection[int]) -> None: ...
 
@@ -427,3 +428,11 @@ def told(box: Outboxed) -> int:
 
 def now_at(box: Outboxed) -> int:
     return int(box.rows("SELECT (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint")[0][0])
+
+
+def noted(box: Outboxed) -> list[None]:
+    """Return where each turn of the stream that was not read ahead is noted from now on."""
+    reader, sent = box.source._stream_reader, list[None]()
+    send = reader._send
+    reader._send = lambda announced: sent.append(send(announced))  # type: ignore[method-assign]
+    return sent

@@ -94,6 +94,8 @@ def test_figures_of_two_relays_add_up(outbox_relay, outbox_kafka, outbox_postgre
         assert found.sum(f'outbox_relay_turn_seconds_count{{stage="{stage}"}}') == turns > 0
     assert found.sum('outbox_relay_turn_seconds_sum{stage="publish"}') > 0
     assert not found.each("outbox_relay_events_created")
+    wait_until(lambda: found.each("outbox_relay_turn_limit_events") == [2000.0] * 2, what="the sizes of turns")
+    wait_until(lambda: found.each("outbox_relay_turn_limit_lanes") == [2.0] * 2, what="the lanes in a turn")
     # An event without a route stays, and is tried again: one relay shows it, whoever holds its lane.
     add(url, "Nobody", 3)
     wait_until(lambda: found.each("outbox_backlog_events") == [3.0], what="the backlog")

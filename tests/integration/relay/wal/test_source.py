@@ -5,12 +5,17 @@ Real brokers and real relays are in acceptance/test_wal_failures.py.
 
 from __future__ import annotations
 
+import secrets
+
 import psycopg
-from stream_bench import SKIP, both, now_at, outboxed, told
+import pytest
+from stream_bench import SKIP, both, noted, now_at, outboxed, told
 from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
+from relay.core.ports import Receipt, UnsettledBatch
 from relay.operations.dead_letters import DeadLetters, Selection
+from relay.wal.lane_hash import lane_of
 from relay.wal.slot import IDLE_BYTES, heartbeat_prefix
 
 __all__ = ["outboxed"]
@@ -160,6 +165,40 @@ def test_what_is_published_is_not_sent_again_because_it_can_not_be_settled(outbo
     box.until(lambda: backlog(box.url) == 0, "the row to be settled")
     box.turns(5)
     assert box.kafka.names("a") == ["a1", "a2"]
+
+
+# --- room ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_a_lane_with_many_events_has_the_bytes_that_others_do_not_need(outboxed, reads_ahead):
+    lanes, hot, share = 16, 5, 8192
+    box = outboxed(lanes)
+    box.relay(turn_bytes=lanes * share)
+    box.streams()
+    before = box.given()
+    keys = {lane_of("Order", key, lanes): key for key in map(str, range(1000))}
+    counts = dict.fromkeys(keys, 2) | {hot: 30}
+    with psycopg.connect(box.url) as connection:
+        for lane, count in counts.items():
+            # Random text: a payload that repeats itself is compressed.
+            events = [Event("Order", keys[lane], "T", {"pad": secrets.token_hex(1000)}) for _ in range(count)]
+            Outbox().add_many(connection, events)
+    box.read(before + sum(counts.values()))
+    limits = dict.fromkeys(keys, 1) | {hot: 30}
+    # While nothing is known of their sizes, each has an equal share.
+    batches = box.source.fetch(limits).batches
+    assert batches.keys() == keys.keys()
+    assert sum(claim.size for claim in batches[hot]) <= share + 2100
+    assert box.source.settle({lane: Receipt(UnsettledBatch(batch)) for lane, batch in batches.items()}) == {}
+    if not reads_ahead:
+        box.source._stream_reader.forget_ahead()
+    sent = noted(box)
+    batches = box.source.fetch(limits).batches
+    assert batches.keys() == keys.keys()
+    # A lane asks for a quarter of a turn's bytes at most.
+    assert lanes * share // 5 <= sum(claim.size for claim in batches[hot]) <= lanes * share // 4
+    assert bool(sent) is not reads_ahead
 
 
 # --- the table, and back ---------------------------------------------------------------------------------------------

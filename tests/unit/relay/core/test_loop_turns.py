@@ -359,6 +359,9 @@ def test_a_turn_that_is_late_with_one_event_of_each_lane_is_one_of_fewer_lanes()
     world = World(rows, *[slow(2)] * 60, settings=replace(SETTINGS, batch_size=16)).run()
     lanes = [len(turn) for turn in world.broker.turns]
     assert lanes[:6] == [16, 16, 8, 4, 2, 2]
+    # What the metrics show: how many events of a lane, and how many lanes, a turn may have.
+    assert world.watcher.limits[:2] == [(16, 64), (4, 16)]
+    assert (1, 2) in world.watcher.limits
     # All have their turns: the first events of all lanes come before the third of any, though it takes 8 turns.
     log = world.broker.log
     assert set(range(1, 17)) <= set(log[: log.index(33)])
