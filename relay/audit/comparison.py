@@ -76,7 +76,7 @@ def audit(settings: Settings, scope: Scope, opened: Sessions | None = None) -> A
                 scope = replace(scope, since=since, until=until, former=comparison.unread)
                 again = _Comparison(settings, scope, used)
                 more = again.run()
-                found.explain({one: differ[one] for one in differ if one not in again.uncounted}, more, scope.former)
+                found.explain(differ, again.settled, more, scope.former)
     return found
 
 
@@ -111,6 +111,8 @@ class _Comparison:
         """By id, where Kafka has events of which the archive does not know that."""
         self.uncounted: dict[Window, str] = {}
         """Windows of which the ledger counts something else than is known, each with the kind of the difference."""
+        self.settled: set[Window] = set()
+        """Windows of which all that the ledger counts is known, or may be under way."""
         self.unread: Collection[str] = ()
         """Topics of groups that were not read, as this outbox does not write to them."""
         self._groups: Groups | None = None
@@ -277,7 +279,9 @@ class _Comparison:
                 one.state = EXPIRED
             elif here is not None and not (here.complete and here.wholes == wholes.get(window, NOTHING)):
                 one.state = DIFFERENT
-        for window in unlike(known, written, self._scope.former):
+        differ = unlike(known, written, self._scope.former)
+        self.settled = known.keys() - differ
+        for window in differ:
             if found[window].state != EXPIRED:
                 found[window].state = DIFFERENT
         return found
@@ -319,10 +323,7 @@ class _Comparison:
                 found.setdefault(window, WindowAudit(window, None, 0, state=state))
             count = sum(found[window].kafka for window in windows)
             if compared and compared + count > _MOST_COMPARED:
-                self._audit.notes.append(
-                    f"more than {_MOST_COMPARED:,} events differ: those from {minute_start(minutes[0]):%Y-%m-%d %H:%M} "
-                    "on were not compared one by one; give a shorter range"
-                )
+                self._audit.stop(_MOST_COMPARED, minutes[0])
                 return
             compared += count
             self._compare(found, windows)
@@ -371,8 +372,10 @@ class _Comparison:
             # Without an archive, what is between the outbox and its readers may be under way.
             whole = self._coverage.archived(window) or not (one.waiting or window.topic in hides)
             accounted[window] = Sum(len(known), self._sum(known)), whole
+        self.settled |= {one for one in windows if self._coverage.counted(one) and not self._coverage.lost(one)}
         for one, kind, text in unlike_ledger(found, accounted, written, self._coverage, self._scope.former, self._now):
             self.uncounted[one.window] = kind
+            self.settled.discard(one.window)
             self._differ(one, kind, None, text)
         windows = [window for window in windows if found[window].state != EXPIRED]
         for group, applied, excused in taken:
@@ -485,8 +488,7 @@ class _Comparison:
 
     def _order(self, misplaced: Sequence[Misplaced], found: Mapping[Window, WindowAudit]) -> None:
         for window, kind, event_id, text in out_of_order(misplaced):
-            one = found.get(window)
-            if one is not None and one.state != EXPIRED:
+            if (one := found.get(window)) is not None and one.state != EXPIRED:
                 self._differ(one, kind, event_id, text)
 
     def _differ(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from relay.audit.sums import Window
+from relay.audit.sums import Window, minute_start
 
 MOST_NAMED: Final = 1000
 """The most differences of one audit that are named; the others are counted."""
@@ -94,7 +94,7 @@ class Audit:
     since, until   the range, in whole minutes.
     windows        in the order of time and topic.
     differences    the first of them; ``counts`` says how many there are, by window and kind.
-    notes          what was not compared, and why.
+    notes          what was not compared, and why. ``limit`` is one of them: that too many events differ.
     """
 
     since: dt.datetime
@@ -104,6 +104,7 @@ class Audit:
     differences: list[Difference] = field(default_factory=list)
     counts: dict[Window, Counter[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    limit: str | None = None
 
     @property
     def count(self) -> int:
@@ -118,10 +119,23 @@ class Audit:
         if len(self.differences) < MOST_NAMED:
             self.differences.append(found)
 
-    def explain(self, windows: Mapping[Window, str], more: Audit, topics: Collection[str]) -> None:
-        """Take back what the ledger alone has said of ``windows``, with the kinds: ``more``, which read ``topics`` too,
-        explains it. What was found one by one stays, and what is repeated on these topics is added.
+    def stop(self, most: int, minute: int) -> None:
+        """Note that from a minute on nothing was compared one by one, as more than ``most`` events differ."""
+        self.limit = (
+            f"more than {most:,} events differ: those from {minute_start(minute):%Y-%m-%d %H:%M} on were not compared "
+            "one by one; give a shorter range"
+        )
+        self.notes.append(self.limit)
+
+    def explain(
+        self, differ: Mapping[Window, str], settled: Container[Window], more: Audit, topics: Collection[str]
+    ) -> None:
+        """Take back what the ledger alone has said of windows, with the kinds, where ``more`` has ``settled`` it, which
+        read ``topics`` too. What was found one by one stays, and what is repeated on these topics is added.
         """
+        windows = {window: kind for window, kind in differ.items() if window in settled}
+        if more.limit is not None and len(windows) < len(differ):
+            self.notes.append(more.limit)
         states = {one.window: one.state for one in more.windows}
         places = {(window.topic, window.start) for window in windows}
         self.differences = [

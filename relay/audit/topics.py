@@ -15,7 +15,9 @@ from relay.audit.content import content_of
 from relay.audit.sums import WINDOW_SECONDS, Sum, Window, hash_of, minute_of, minute_of_id
 from relay.kafka.client import headers_of, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition
-from relay.operations.topic_scan import header_text, read
+from relay.operations.topic_scan import first_times, header_text, read
+
+_GROUP: Final = "outbox-audit"
 
 _SLACK_SECONDS: Final = 900
 """Kafka's time of an event is the relay's, and that of its id the writer's: how far the clocks may be apart."""
@@ -119,16 +121,7 @@ class Topics:
 
         Raises Unavailable.
         """
-        found: dict[Partition, int] = {}
-
-        def add(place: Partition, message: Message) -> None:
-            found.setdefault(place, message.timestamp()[1])
-
-        with unavailable_on_kafka_error("looking for the first records"):
-            stable = self._offsets.stable(starts)
-            there = {place: start for place, start in starts.items() if start < stable[place]}
-            self._read(there, {place: start + 1 for place, start in there.items()}, add)
-        return found
+        return first_times(self._options, starts, group=_GROUP)
 
     def sums(
         self, extents: Mapping[Partition, Extent], minutes: range, *, contents: bool
@@ -233,7 +226,7 @@ class Topics:
         ends: Mapping[Partition, int],
         make: Callable[[Partition, Message], None],
     ) -> None:
-        for _ in read(self._options, starts, ends, make, isolation="read_committed", group="outbox-audit"):
+        for _ in read(self._options, starts, ends, make, isolation="read_committed", group=_GROUP):
             pass
 
 

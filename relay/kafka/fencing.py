@@ -67,16 +67,17 @@ class Fencing:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._busy: dict[str, tuple[IdBusy, float]] = {}
+        self._busy: dict[str, tuple[str, float]] = {}
 
     def __call__(self, transactional_id: str) -> None:
         known = self._busy.get(transactional_id)
         if known is not None and time.monotonic() < known[1]:
-            raise IdBusy(str(known[0]))
+            raise IdBusy(known[0])
         try:
             fence(self._options, transactional_id)
         except IdBusy as busy:
-            self._busy[transactional_id] = (busy, time.monotonic() + _BUSY_AGAIN_SECONDS)
+            # Not the exception: its traceback would keep the producer, and those of the times before.
+            self._busy[transactional_id] = (str(busy), time.monotonic() + _BUSY_AGAIN_SECONDS)
             raise
         self._busy.pop(transactional_id, None)
 

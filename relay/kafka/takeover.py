@@ -148,7 +148,8 @@ class Takeover:
             except Unavailable as error:
                 if number == 0 and not isinstance(error, IdBusy):
                     raise
-                failed |= dict.fromkeys(lanes, error)
+                # Without the traceback, which would keep the producer: its threads and connections last as long as it.
+                failed |= dict.fromkeys(lanes, type(error)(str(error)))
         return failed
 
 

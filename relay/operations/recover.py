@@ -16,6 +16,7 @@ A restore takes Postgres back to a point, and Kafka keeps what was published aft
 |                     | lacks it, and has a     | overtaken: named, and left to `outbox replay`, as it would come      |
 |                     | later one of its key    | behind that one                                                      |
 |                     | begins behind its place | expired: counted; retention has deleted it                           |
+|                     | with nothing older      |                                                                      |
 | nowhere             | has it                  | Postgres has lost it: named, as consumers may have applied it        |
 
 An event is lost for sure if it was written after the point, by the database's clock, or published well after it: if it
@@ -29,18 +30,23 @@ it again finishes.
 from __future__ import annotations
 
 import datetime as dt
+import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 from psycopg import sql
 
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.errors import OperationRefused
 from outbox.event import DEAD_LETTER, REPLAY
 from relay.core.marker import Marker
 from relay.database import unavailable_on_error
 from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition
+from relay.kafka.routing import NoRoute
 from relay.kafka.state_topic import MarkersRead
 from relay.operations import recover_statements as statements
 from relay.operations.dead_letters import DeadLetters, Selection
@@ -48,11 +54,12 @@ from relay.operations.hidden_events import HangingPartition
 from relay.operations.holding import Holding
 from relay.operations.lane_rows import MARGIN, Lane, LaneComparison, content_of
 from relay.operations.reconcile import LOCK_SECONDS, Findings, Reconciler
-from relay.operations.topic_scan import TopicRecord, committed_since
+from relay.operations.topic_scan import TopicRecord, committed_since, first_times
 from relay.operations.trace import time_of, topics_of
 
 CLOCKS: Final = dt.timedelta(minutes=1)
 """How far the clocks of relays and database may differ: messages have the relay's."""
+_NOTHING_DELETED: Final = (0, 0.0)
 _AUDIT_IDS: Final = 10_000
 _LATEST: Final = dt.datetime(9999, 12, 29, tzinfo=dt.UTC)
 """The time of records whose writer made one up that no calendar has. In every zone Python has it."""
@@ -105,7 +112,7 @@ class Comparison:
     lost        on Kafka, and in no table. ``unsure``: those that may be settled as well.
     found       rows of ``events`` that are on Kafka, by lane; ``changed``: those that have another content there.
     missing     in the archive, and not on Kafka; ``overtaken``: those of them whose key has later events on Kafka.
-    expired     in the archive, at places that Kafka's retention has deleted: of these nothing is lost.
+    expired     in the archive, older than all that Kafka's retention has left where they were: nothing is lost.
     """
 
     since: dt.datetime
@@ -179,13 +186,15 @@ class Recovery(Reconciler):
         lost = self._rows.run(statements.LOST, bound, "looking for what Postgres has lost")
         places = [(EventPlace(*place), sure) for *place, sure in lost]
         missing = [
-            (EventPlace(*place), by_known)
-            for *place, by_known in self._rows.run(statements.MISSING, bound, "looking for what Kafka has lost")
+            (EventPlace(*place), by_known, kind)
+            for *place, by_known, kind in self._rows.run(statements.MISSING, bound, "looking for what Kafka has lost")
         ]
-        first = self._first_offsets({event.topic for event, _ in missing})
-        # An archived offset is -1 if it is not known.
+        where = [Partition(event.topic or self._topic_of(kind, event), event.partition) for event, _, kind in missing]
+        left = self._left({place.topic for place in where})
         kept = [
-            one for one in missing if not 0 <= one[0].offset < first.get(Partition(one[0].topic, one[0].partition), 0)
+            (event, by_known)
+            for (event, by_known, _), place in zip(missing, where, strict=True)
+            if not _expired(event, *left.get(place, _NOTHING_DELETED))
         ]
         # By time: what Postgres has lost is later than all that it has, and what was never archived may be earlier.
         last_lost: dict[tuple[str, str], dt.datetime] = {}
@@ -326,11 +335,38 @@ class Recovery(Reconciler):
         start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         return {topic: min(start, rows.get(topic, start)) for topic in topics}
 
-    def _first_offsets(self, topics: Collection[str]) -> dict[Partition, int]:
-        """Return where the partitions of these topics begin; of topics that do not exist, nothing."""
+    def _topic_of(self, aggregate_type: str, event: EventPlace) -> str:
+        """Return the topic of an event, whose place the archive does not have; empty without a route."""
+        try:
+            return self._router.topic_of(aggregate_type, copy=event.copy)
+        except NoRoute:
+            return ""
+
+    def _left(self, topics: Collection[str]) -> dict[Partition, tuple[int, float]]:
+        """Return the first offset that is left in each partition, and the time (milliseconds) of its record.
+
+        Of partition -1, which stands for one that is not known, both are the lowest of all the topic's partitions. Of
+        topics that do not exist, nothing.
+        """
         with unavailable_on_kafka_error("looking where topics begin"):
             offsets = Offsets(self._client)
-            return offsets.low(offsets.partitions(topics))
+            low = offsets.low(offsets.partitions(topics))
+        times = first_times(self._client, {place: offset for place, offset in low.items() if offset})
+        now, retention = time.time(), cache(KafkaAdmin(self._client).retention_seconds)
+        left: dict[Partition, tuple[int, float]] = {}
+        for place, offset in low.items():
+            if not offset:
+                one = _NOTHING_DELETED
+            elif place in times:
+                one = offset, times[place]
+            else:
+                # It is empty: retention by time does that, or an operator.
+                seconds = retention(place.topic)
+                one = offset, -math.inf if seconds is None else (now - seconds) * 1000
+            unknown = place._replace(number=-1)
+            least = left.get(unknown, one)
+            left |= {place: one, unknown: (min(one[0], least[0]), min(one[1], least[1]))}
+        return left
 
     def _read_topics(self, starts: Mapping[str, int]) -> tuple[int, int]:
         """Copy the topics' records into a temporary table. Returns how many were read, and those of other sources."""
@@ -347,6 +383,15 @@ class Recovery(Reconciler):
         for statement in statements.INDEX:
             self._rows.run(statement, None, "listing records")
         return read, others
+
+
+def _expired(event: EventPlace, offset: int, milliseconds: float) -> bool:
+    """Return whether retention has deleted an event, if this is the first offset that it has left, and its time.
+
+    By their offsets alone they may be of another log: of a mirror, or of a topic that was made anew.
+    """
+    # An archived offset is -1 if it is not known.
+    return max(event.offset, 0) < offset and milliseconds >= _milliseconds(event.at - CLOCKS)
 
 
 def _hides(hanging: Sequence[HangingPartition]) -> str:

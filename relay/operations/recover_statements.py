@@ -78,7 +78,8 @@ SELECT m.event_id::text, m.aggregate_id, coalesce(m.topic, ''), coalesce(m.parti
        m.published_at, m.copy,
        last.id IS NOT NULL AND last.id > (
            SELECT min(p.id) FROM {published} AS p
-            WHERE p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy)
+            WHERE p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy),
+       m.aggregate_type
   FROM missing AS m LEFT JOIN last USING (aggregate_type, aggregate_id, copy)
  ORDER BY m.event_id, m.copy"""
 

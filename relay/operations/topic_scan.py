@@ -97,6 +97,27 @@ def record_at(options: Mapping[str, str], place: Partition, offset: int, seconds
     raise Unavailable(f"Kafka, {where}: no answer within {seconds:g} s")
 
 
+def first_times(
+    options: Mapping[str, str], starts: Mapping[Partition, int], *, group: str = "outbox-reconcile"
+) -> dict[Partition, int]:
+    """Return the time of each partition's first committed record from an offset on, in milliseconds, if there is one.
+
+    Raises Unavailable.
+    """
+    found: dict[Partition, int] = {}
+
+    def note(place: Partition, message: Message) -> None:
+        found.setdefault(place, message.timestamp()[1])
+
+    with unavailable_on_kafka_error("looking for the first records"):
+        stable = Offsets(options).stable(starts)
+        there = {place: start for place, start in starts.items() if start < stable[place]}
+        ends = {place: start + 1 for place, start in there.items()}
+        for _ in read(options, there, ends, note, isolation="read_committed", group=group):
+            pass
+    return found
+
+
 def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[TopicRecord]]:
     """Yield all records from where each partition is undecided to its end, including those of open transactions."""
     with unavailable_on_kafka_error("reading what is undecided"):

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from outbox import Event
 from outbox._app import migrate as db
+from relay.audit import comparison, findings
 from relay.audit import ledger as ledger_module
 from relay.audit.ledger import prune, turn_on
 from relay.audit.topics import Topics
@@ -122,6 +123,41 @@ def test_a_topic_that_no_route_names_any_more_is_read_if_a_group_reads_it(ledger
     assert ledger.differences() == ([] if expired else [("repeated", ids[0])])
     ledger.run("UPDATE outbox.ledger SET events = events + 1")
     assert ("missing", None) in ledger.differences()
+
+
+@pytest.mark.parametrize("why", ["limit", "expired"])
+def test_a_difference_that_the_former_topics_were_not_compared_for_stays(ledger, why, monkeypatch):
+    """Too many events differ with those of the topics that groups read, or retention deletes records meanwhile."""
+    ledger.run("DELETE FROM outbox.published")
+    # In the middle of two minutes.
+    for ago in (600, 480):
+        ledger.add(3, ago=int(ago + time.time() % 60 - 30))
+    with relay(ledger.database, ledger.kafka):
+        ledger.published()
+    ledger.applied(6)
+    ledger.run("UPDATE outbox.ledger SET events = events + 1")
+    topic = ledger.kafka.create_topic(ledger.kafka.name("moved").lower(), 1, {"retention.ms": "300000"})
+    moved = Pipeline(ledger.database, ledger.kafka, ledger.kind, topic)
+    moved.produce(value=b"x")
+    monkeypatch.setenv("OUTBOX_ROUTES", json.dumps({ledger.kind: {"topic": topic}}))
+    looks, real = [], Topics.extents
+
+    def extents(topics, *given, **named):
+        looks.append(sorted(topics._topics))
+        if why == "expired" and len(looks) == 2:
+            moved.cut(0)
+        return real(topics, *given, **named)
+
+    monkeypatch.setattr(Topics, "extents", extents)
+    if why == "limit":
+        monkeypatch.setattr(findings, "AT_ONCE", 1)
+        monkeypatch.setattr(comparison, "_MOST_COMPARED", 1)
+    status, found = ledger.audit()
+    assert looks == [[topic], sorted([topic, ledger.topic])]
+    named = [(one["kind"], one["event_id"], one["topic"]) for one in found["differences"]]
+    assert (status, named) == (1, [("missing", None, topic)] * 2)
+    assert [one["state"] for one in found["windows"] if one["topic"] == topic] == ["different"] * 2
+    assert any("were not compared one by one" in note for note in found["notes"]) == (why == "limit")
 
 
 def test_a_former_topic_of_a_hundred_thousand_events_beside_another_outbox(ledger, monkeypatch):

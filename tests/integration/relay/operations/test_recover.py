@@ -9,17 +9,15 @@ import datetime as dt
 import json
 import signal
 import time
-import uuid
-from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
 
 import psycopg
 import pytest
-from confluent_kafka import Producer, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka import Producer
 from hostile_messages import TOPIC
-from reconcile_support import Outbox, outbox
+from reconcile_support import outbox
+from recover_support import ARCHIVE, ids, new_id, resent, restored
 from support import IMPATIENT, ends, wait_until
 
 from outbox.errors import OperationRefused
@@ -27,55 +25,7 @@ from relay.config import Delivery, Settings
 from relay.core.marker import Marker
 from relay.operations.recover import Recovery
 
-__all__ = ["outbox"]
-
-ARCHIVE = {"RELAY__ARCHIVE_DAYS": "7"}
-
-
-class Restored(Outbox):
-    """An outbox whose database is from before, and what Kafka got since."""
-
-    def __init__(self, made: Outbox) -> None:
-        self.__dict__.update(made.__dict__)
-        [(self.since,)] = self.run("SELECT to_char(now() AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS.US')")
-        self.key = self.keys(0)[1]
-
-    def send(self, *event_ids: str, value: bytes = b'{"n": 1}', headers: Sequence[tuple[str, str]] = ()) -> None:
-        """Publish events past the tables."""
-        producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers})
-        for event_id in event_ids:
-            producer.produce(self.topics[0], value, self.key, headers=[("ce_id", event_id), *headers])
-        assert producer.flush(60) == 0
-
-    def recover(self, *arguments: str, status: int = 0, failpoints: str = "", archive: bool = True) -> dict[str, Any]:
-        command = ("recover", "--since", self.since, "--json", *arguments)
-        settings = ARCHIVE if archive else {}
-        done = self.command(*command, failpoints=failpoints, settings=settings)
-        assert done.returncode == status, done.stdout + done.stderr
-        return json.loads(done.stdout) if status >= 0 else {}
-
-    def put(self, table: str, event_id: str, columns: str = "", values: str = "") -> None:
-        """Insert an event into a table, with the payload that ``send`` sends."""
-        self.run(
-            f"INSERT INTO outbox.{table} (event_id, aggregate_type, aggregate_id, event_type, payload{columns})"
-            f" VALUES (%s, %s, %s, 'T', '{{\"n\": 1}}'{values})",
-            event_id,
-            self.kinds[0],
-            self.key,
-        )
-
-
-@pytest.fixture
-def restored(outbox: Outbox) -> Restored:
-    return Restored(outbox)
-
-
-def new_id() -> str:
-    return str(uuid.uuid4())
-
-
-def ids(found: Sequence[dict[str, Any]]) -> set[str]:
-    return {event["event_id"] for event in found}
+__all__ = ["outbox", "restored"]
 
 
 def test_each_table_is_compared(restored):
@@ -138,30 +88,6 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
     assert restored.left() == 2
 
 
-def test_what_retention_has_deleted_is_not_put_back(restored):
-    """One topic was lost, the other one is as it was: its archived events, too, are no longer on Kafka."""
-    topic, other = restored.topics
-    deleted, gone, unknown, elsewhere = (new_id() for _ in range(4))
-    columns, values = ', lane, id, created_at, topic, partition, "offset"', ", 1, {}, now(), '{}', {}, {}"
-    restored.send(*(new_id() for _ in range(20)))
-    [partition] = {message.partition() for message in restored.kafka.consume(topic)}
-    restored.key = "another"
-    restored.put("published", deleted, columns, values.format(-9, topic, partition, 9))
-    restored.put("published", gone, columns, values.format(-8, topic, partition, 10))
-    restored.put("published", unknown, ", lane, id, created_at, topic", f", 1, -7, now(), '{topic}'")
-    restored.put("published", elsewhere, columns, values.format(-6, other, 0, 9))
-    admin = AdminClient({"bootstrap.servers": restored.kafka.bootstrap_servers})
-    for answer in admin.delete_records([TopicPartition(topic, partition, 10)]).values():
-        answer.result()
-    found = restored.recover("--dry-run", status=1)
-    assert (ids(found["missing"]), found["expired"]) == ({gone, unknown, elsewhere}, 1)
-    refused = restored.command("recover", "--since", restored.since, "--topic", other, "--reason", "x")
-    assert (refused.returncode, "--topic limits --resend" in refused.stderr) == (2, True), refused.stderr
-    assert restored.recover("--resend", "--topic", other, "--reason", "deleted by mistake")["resent"] == 1
-    assert restored.run("SELECT event_id::text FROM outbox.events") == [(elsewhere,)]
-    assert [event_id for event_id, _ in resent(restored)] == [gone, unknown, elsewhere]
-
-
 @pytest.mark.parametrize("resend", [(), ("--resend",)])
 def test_a_neighbour_of_the_same_name_keeps_its_markers(restored, resend):
     """This outbox was never published exactly-once, and the other one's database is on another server."""
@@ -187,11 +113,6 @@ def test_a_neighbour_of_the_same_name_keeps_its_markers(restored, resend):
     assert {marker.system_identifier for marker in restored.state.last_markers(range(8)).values()} == {
         restored.identity()
     }
-
-
-def resent(restored: Restored) -> list[tuple]:
-    restored.recover("--resend", "--reason", "Kafka was lost")
-    return restored.run("SELECT event_id::text, headers FROM outbox.events ORDER BY id")
 
 
 @pytest.mark.parametrize("state", ["retried", "dead"])
