@@ -89,11 +89,11 @@ SELECT page.id, coalesce(page.id < first.id, true)
   FROM page LEFT JOIN first ON first.hash = page.hash AND first.topic_id = page.topic_id"""
 # A topic that was created again may have fewer partitions, and the group has none of the others since.
 _GONE: Final = """
-SELECT DISTINCT topic, part, (
+SELECT topic, part, (
        SELECT pg_catalog.min(first.part) FROM {offsets} AS first
         WHERE first.grp = %(grp)s AND first.topic = letter.topic)
-  FROM {dead_letters} AS letter
- WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND NOT EXISTS (
+  FROM (SELECT DISTINCT topic, part FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)) AS letter
+ WHERE NOT EXISTS (
        SELECT FROM {offsets} AS known
         WHERE known.grp = %(grp)s AND known.topic = letter.topic AND known.part = letter.part)"""
 _WAITING: Final = """

@@ -155,7 +155,7 @@ class _Comparison:
         for window, some in scheduled.items():
             found[window].scheduled = some.events
         self._compare_groups(found, cells, groups, applied)
-        lost = list(given_up(groups, cells))
+        lost = [] if self._scope.former else list(given_up(groups, cells))
         for window, _, _ in lost:
             if found[window].state != EXPIRED:
                 found[window].state = DIFFERENT
@@ -494,6 +494,8 @@ class _Comparison:
     def _differ(
         self, one: WindowAudit, kind: str, event_id: bytes | str | None, text: str, group: str | None = None
     ) -> None:
+        if self._scope.former and kind != "repeated":
+            return
         one.state = DIFFERENT
         name = str(uuid.UUID(bytes=event_id)) if isinstance(event_id, bytes) else event_id
         self._audit.add(one.window, Difference(kind, name, one.window.topic, one.window.start, text, group))

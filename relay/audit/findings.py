@@ -151,12 +151,15 @@ class Audit:
                 state = states.get(one.window, EQUAL)
                 one.state = EQUAL if state == DIFFERENT else state
         for found in more.windows:
-            at = found.window.topic, found.window.start
-            repeated = [one for one in more.differences if (one.kind, one.topic, one.window) == ("repeated", *at)]
+            repeated = more.counts.get(found.window, Counter())["repeated"]
             if repeated and found.window.topic in topics:
                 self.windows.append(found)
-                for one_more in repeated:
-                    self.add(found.window, one_more)
+                at = found.window.topic, found.window.start
+                for one_more in more.differences:
+                    if (one_more.kind, one_more.topic, one_more.window) == ("repeated", *at):
+                        self.add(found.window, one_more)
+                # Not all of them are named.
+                self.counts.setdefault(found.window, Counter())["repeated"] = repeated
         self.windows.sort(key=lambda one: (one.window.minute, one.window.topic))
 
 
@@ -170,7 +173,8 @@ class Scope:
     partial       groups that leave events out on purpose: nothing is missing there.
     order_minutes  how many minutes before ``since`` the order of keys is compared with.
     closed        all its minutes are known to be over; a scheduled event keeps none of them open.
-    former        topics of groups to which no route leads: only to find what the ledger counts and others have not.
+    former        topics of groups to which no route leads: only to find what the ledger counts and others have not, and
+                  what is repeated there. No other difference is recorded, as only so many are named.
     key           of the hashes: that of a certificate, to repeat its sums; by default a new one.
     """
 

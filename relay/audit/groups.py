@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final, LiteralString
 
 import psycopg
@@ -82,7 +84,7 @@ class Group:
     forgotten_before  the ids of earlier days are no longer all there.
     positions         the next offset of each partition of audited topics, or the first that may be confirmed yet.
     reads             all topics that it reads.
-    given_up          the ranges of offsets that it has given up at-most-once, by partition.
+    given_up          the ranges of offsets that it has given up at-most-once, by partition: in order, and none overlap.
     """
 
     name: str
@@ -95,7 +97,7 @@ class Group:
     def gave_up(self, passed: Sequence[OnKafka]) -> str | None:
         """Return why an event is missing that the group has given up, or None. With its id, a repeat is dropped."""
         place, offset = passed[0].place, passed[0].offset
-        if any(offset in lost for lost in self.given_up.get(place, ())):
+        if any(_within(self.given_up.get(place, ()), offset, offset)):
             return f"the group has given up {_shown(range(offset, offset + 1), place)}"
         return None
 
@@ -167,7 +169,10 @@ class Groups:
             if topics is None or topic in topics:
                 group.positions[Partition(topic, number)] = offset
         for name, topic, number, first, end in self._rows(_GIVEN_UP, groups=list(found)):
-            found[name].given_up[Partition(topic, number)].append(range(first, end))
+            lost = found[name].given_up[Partition(topic, number)]
+            # Offsets that were set back may be given up again.
+            again = lost.pop() if lost and first < lost[-1].stop else range(first, end)
+            lost.append(range(again.start, max(again.stop, end)))
         return [group for group in found.values() if group.positions]
 
     def sums(self, groups: Collection[Group]) -> dict[tuple[str, int], Sum]:
@@ -235,9 +240,16 @@ def given_up(
     """Yield each window in which a group may have given messages up, with the group and what these are."""
     for group in groups:
         for (place, minute), cell in cells.items():
-            for lost in group.given_up.get(place, ()):
-                if lost.start <= cell.last and lost.stop > cell.first:
-                    yield Window(place.topic, minute), group, f"the group has given up {_shown(lost, place)}"
+            for lost in _within(group.given_up.get(place, ()), cell.first, cell.last):
+                yield Window(place.topic, minute), group, f"the group has given up {_shown(lost, place)}"
+
+
+def _within(ranges: Sequence[range], first: int, last: int) -> Iterator[range]:
+    """Yield those of a group's given-up ranges that have one of these offsets. There may be one for each message."""
+    for number in range(bisect_right(ranges, first, key=attrgetter("stop")), len(ranges)):
+        if ranges[number].start > last:
+            return
+        yield ranges[number]
 
 
 def _shown(lost: range, place: Partition) -> str:

@@ -27,9 +27,9 @@ FAST = {"fsync": "off", "autovacuum": "off", **KEPT}
 class Shop:
     """Events of four keys, one in each partition of each of two lanes, with revisions that the database counts."""
 
-    def __init__(self, kafka: Any) -> None:
+    def __init__(self, kafka: Any, kind: str = "Order") -> None:
         self.kafka = kafka
-        self.kind = kafka.name("Order")
+        self.kind = kafka.name(kind)
         self.topic = kafka.create_topic(f"{self.kind.lower()}-events", 2)
         places = [(lane, partition) for lane in range(2) for partition in range(2)]
         self.keys = [next(key for key in map(str, range(1000)) if self._place_of(key) == place) for place in places]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import psycopg
 import pytest
@@ -22,16 +23,18 @@ from proxy import TcpProxy
 from restored import NOW, Backup, snapshot
 from rows_and_roles import execute
 from runbook_support import every_step_was_taken, of
+from runbooks import Operator
 from shop import FAST, Shop, applied, outbox_of, prepare_sink
 from standby import ask
-from support import MUTANT, await_stops, drained, ends, look_up, wait_until
+from support import MUTANT, await_stops, drained, ends, look_up, owners, wait_until
 from wal_support import streaming
 
 from outbox._app import migrate as db
 from outbox.external import External
 from outbox.inbox.errors import TopicReplaced
 from outbox.sandbox.postgres import PostgresServer
-from outbox.testing.fixtures import Topics
+from outbox.testing.fixtures import RelayProcess, Topics
+from outbox.urls import with_database
 from relay.tasks.archive import Retention
 
 __all__ = ["provider"]
@@ -42,6 +45,43 @@ LAST_ID = "SELECT last_value FROM outbox.events_id_seq"
 def row_ids(url: str) -> set[int]:
     with psycopg.connect(url) as connection:
         return {id_ for (id_,) in connection.execute("SELECT id FROM outbox.events")}
+
+
+class Shops:
+    """Shops in databases of one server, by the names of these."""
+
+    def __init__(self, shops: Mapping[str, Shop]) -> None:
+        self._shops = shops
+
+    def urls(self, server: PostgresServer) -> list[str]:
+        return [server.url(name) for name in self._shops]
+
+    def write(self, server: PostgresServer, rounds: int) -> list[str]:
+        """Write so many rounds in each, and return the ids of the first shop's events before the next one's."""
+        return [event_id for name, shop in self._shops.items() for event_id in shop.write(server.url(name), rounds)]
+
+    def drained(self, server: PostgresServer) -> None:
+        for url in self.urls(server):
+            drained(url, 120)
+
+    def published(self) -> Counter[str]:
+        return sum((shop.published() for shop in self._shops.values()), Counter[str]())
+
+    def in_order(self, ids: list[str]) -> bool:
+        """Whether the events of one ``write`` are read in the order of their keys."""
+        each = len(ids) // len(self._shops)
+        return all(shop.in_order(ids[at * each : (at + 1) * each]) for at, shop in enumerate(self._shops.values()))
+
+
+def start_relays(follow: Callable[[str], Operator], via: str, marked: str, neighbour: str) -> list[RelayProcess]:
+    """Start a relay; behind a pooler two of them, and one of the outbox ``neighbour``."""
+    more: dict[str, Any] = {"program": (MUTANT, "quick_marks")} if marked else {}
+    relays = [follow(via).start(**more)]
+    if marked == "pooled":
+        more["relay__metrics_address"] = None
+        relays.append(follow(via).start(**more))
+        relays.append(follow(with_database(via, "neighbour")).start(name=neighbour, **more))
+    return relays
 
 
 # Each pair of these, not each three.
@@ -123,34 +163,41 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
     """As a snapshot of a disk does: the same timeline, whose positions are given out again; the slot is there.
 
     marked   the relay knows that no id up to a mark can be committed any more, and these are given out again; its
-             session may be a pooler's, which does not end with the server.
+             session may be a pooler's, which does not end with the server. There each of two relays has a lane, and
+             another outbox of the server is behind the same pooler.
     """
-    settings |= {"delivery": delivery, "source": source, "relay__lease_seconds": 60}
+    pooled = marked == "pooled"
+    settings |= {"delivery": delivery, "source": source, "relay__lease_seconds": 300 if pooled else 60}
     primary, url = outbox_of(private_postgres, shop, settings)
+    others = {"neighbour": Shop(shop.kafka, "Bill")} if pooled else {}
+    for name, other in others.items():
+        other.prepare(private_postgres.database(primary, name).url)
+    shops = Shops({"outbox": shop, **others})
     with TcpProxy("127.0.0.1", primary.port) as proxy, ExitStack() as opened:
-        quick = {"program": (MUTANT, "quick_marks")} if marked else {}
         via = f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox"
-        if marked == "pooled":
+        if pooled:
             pooler = opened.enter_context(PgBouncer(via, size=4))
             via = pooler.url
-        relay = follow(via).start(**quick)
-        settled = shop.write(url, 5)
-        drained(url)
+        relays = start_relays(follow, via, marked, shop.kafka.name("neighbour"))
+        wait_until(lambda: len(owners(url)) == len(relays) - len(others), 60, "each relay to have a lane")
+        settled = shops.write(primary, 5)
+        shops.drained(primary)
         proxy.stop()
         copy = snapshot(primary)
         point = ask(url, NOW)
         proxy.start()
         lost = []
         for _ in range(3):
-            lost += shop.write(url, 10)
-            drained(url)
-        before = ask(url, LAST_ID)
+            lost += shops.write(primary, 10)
+            shops.drained(primary)
+        before = [ask(one, LAST_ID) for one in shops.urls(primary)]
         if marked:
             high = "SELECT bool_and(low_water_mark >= %s - 12) FROM outbox.lanes"
-            wait_until(lambda: ask(url, high, before), 60, "the marks to rise")
+            marks = list(zip(shops.urls(primary), before, strict=True))
+            wait_until(lambda: all(ask(one, high, last) for one, last in marks), 60, "the marks to rise")
         written = ask(url, "SELECT pg_current_wal_insert_lsn()::text")
         paused = opened.enter_context(ExitStack())
-        if marked == "pooled":
+        if pooled:
             paused.enter_context(pooler.paused())
         proxy.stop()
         primary.stop(immediate=True)
@@ -159,23 +206,23 @@ def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
             # As far as the relay has read, and farther.
             while not ask(url, "SELECT pg_current_wal_insert_lsn() > %s::pg_lsn", written):
                 execute(url, "SELECT pg_logical_emit_message(false, 'pad', repeat('x', 100000))")
-            assert ask(url, "SELECT count(*) FROM outbox.events") == 0
-            new = shop.write(url, 40)
-            assert min(row_ids(url)) < before - 12
-            assert max(row_ids(url)) > before
+            assert set().union(*map(row_ids, shops.urls(restored))) == set()
+            new = shops.write(restored, 40)
+            ids = [row_ids(one) for one in shops.urls(restored)]
+            assert all(min(some) < last - 12 and max(some) > last for some, last in zip(ids, before, strict=True))
             proxy.lead_to(restored.port)
             proxy.start()
             paused.close()
             if delivery == "exactly-once":
-                await_stops(relay, 2)
-                assert shop.published() == dict.fromkeys(settled + lost, 1)
+                await_stops(relays[0], 2)
+                assert shops.published() == dict.fromkeys(settled + lost, 1)
                 shown = follow(url).look("outbox recover --since TIME --dry-run", TIME=point)
                 assert f"Kafka has, and Postgres has lost: {len(lost)} events of 4 keys" in shown.text
                 follow(url).own("outbox recover --since TIME --reason", TIME=point)
-            drained(url, 120)
-            assert relay.running
-            assert shop.published() == dict.fromkeys(settled + lost + new, 1)
-            assert shop.in_order(new)
+            shops.drained(restored)
+            assert all(relay.running for relay in relays)
+            assert shops.published() == dict.fromkeys(settled + lost + new, 1)
+            assert shops.in_order(new)
 
 
 @contextmanager

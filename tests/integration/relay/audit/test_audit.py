@@ -24,6 +24,9 @@ from relay.cli.app import app
 
 __all__ = ["order", "pipeline"]
 
+MANY = 5_200
+"""Events for more than one batch of the audit's readers."""
+
 
 def test_what_is_equal_what_is_under_way_and_what_a_group_lacks_or_has_too_much(pipeline, monkeypatch):
     pipeline.add()
@@ -72,7 +75,7 @@ def test_what_is_equal_what_is_under_way_and_what_a_group_lacks_or_has_too_much(
 
 
 def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
-    ids = pipeline.add()
+    ids = pipeline.add(MANY)
     pipeline.published()
     first = json.loads(pipeline.record(ids[0]).value())
 
@@ -80,7 +83,7 @@ def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
         if json.loads(message.value()) == first:
             raise ValueError("no such number")
 
-    pipeline.applied(EVENTS, handler, delivery="at-most-once")
+    pipeline.applied(MANY, handler, delivery="at-most-once")
     status, found = pipeline.audit()
     assert status == 1
     [one] = found["differences"]
@@ -95,6 +98,15 @@ def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
     traced = CliRunner().invoke(app, ["trace", ids[0], "--json"], env=pipeline.environment)
     assert [group["state"] for group in json.loads(traced.stdout)["groups"]] == ["given-up"]
     assert "given up (at-most-once)" in CliRunner().invoke(app, ["trace", ids[0]], env=pipeline.environment).stdout
+    # Each of them for itself; those of one partition together, and every other one once more.
+    pipeline.run(
+        "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) SELECT grp, "
+        "topic, topic_id, part, n, CASE WHEN part = 0 AND n = 0 THEN next_offset ELSE n + 1 END, 'given-up', 'd' "
+        "FROM consumer.offsets CROSS JOIN LATERAL generate_series(0, next_offset - 1, 2 - sign(part)::integer) AS n"
+    )
+    status, found = pipeline.audit()
+    assert (status, found["differences_count"]) == (1, MANY)
+    assert {(one["kind"], one["group"]) for one in found["differences"]} == {("missing", pipeline.group)}
 
 
 def test_ids_without_a_time_tombstones_bytes_and_repeats_of_the_key(pipeline):

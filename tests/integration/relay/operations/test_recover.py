@@ -236,8 +236,7 @@ def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restore
     put_back = {"archived: last", *(f"{later}: other" for later in of_each)}
     assert ids(found["overtaken"]) <= ids(found["missing"])
     assert {names[one] for one in ids(found["missing"]) - ids(found["overtaken"])} == put_back
-    own = {"CE_SOURCE": "/outbox"}
-    for settings in (ARCHIVE | own, ARCHIVE):
+    for settings in (ARCHIVE | {"CE_SOURCE": "/outbox"}, ARCHIVE):
         shown = restored.command("recover", "--since", restored.since, "--dry-run", settings=settings).stdout
         # What is lost may be a neighbour's.
         assert ("OUTBOX_CE_SOURCE" in shown) == (settings == ARCHIVE)
