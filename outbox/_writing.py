@@ -29,6 +29,8 @@ _OTHERS_LOCKS: Final = (
     "SELECT … FOR UPDATE), which take no place there"
 )
 _MOST_DELAY: Final = dt.timedelta(days=36_500)
+_LATE: Final = dt.timedelta(days=7)
+"""Consumers remember ids for two weeks by default, and may be behind."""
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _NOTES: Final = {
     "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
@@ -257,6 +259,12 @@ def when(not_before: Any, delay: Any) -> dict[str, Any] | None:
     if not _has_year(not_before):
         raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
     return {"not_before": not_before, "delay": None}
+
+
+def is_late(not_before: dt.datetime | None, delay: dt.timedelta | None) -> bool:
+    """Return whether an event is due so late that consumers may have forgotten the day on which it was written."""
+    lead = not_before - dt.datetime.now(dt.UTC) if delay is None and not_before is not None else delay
+    return lead is not None and lead > _LATE
 
 
 def _check_locks(events: Sequence[Event], when: object, *, lock_key: bool) -> None:

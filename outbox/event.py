@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from uuid_utils.compat import uuid7
 
@@ -88,8 +88,8 @@ class Event:
     headers         text to text, sent as Kafka headers besides the relay's own.
     event_id        the id by which consumers recognize the event. Unless given, each ``add`` makes a new UUIDv7 and
                     returns it: an Event that is added twice is two events. A UUID of another version works, but see
-                    docs/operations/offsets.md on how long consumers remember it. Not compared: two events with the same
-                    contents are equal.
+                    docs/operations/offsets.md on how long consumers remember it; an event that is due in more than a
+                    week gets a UUIDv4. Not compared: two events with the same contents are equal.
     content_type    of a bytes payload; JSON payloads are ``application/json`` unless a ``+json`` type is given.
     idempotency_key of your business: two events with the same key are the same fact, such as one for each request or
                     payment. Sent as the header ``idempotency-key``, which is otherwise the event's id. By itself it
@@ -155,11 +155,14 @@ def check_event_id(value: object) -> None:
         raise EventError("event_id", f"must be a uuid.UUID, not {type(value).__name__}")
 
 
-def id_of(event: Event) -> UUID:
-    """Return the id under which an event is written: its own, or a new UUIDv7."""
+def id_of(event: Event, *, late: bool = False) -> UUID:
+    """Return the id under which an event is written: its own, or a new UUIDv7.
+
+    late  it is published long after it is written: a UUIDv4. Consumers forget the day that is in a UUIDv7.
+    """
     if event.event_id is not None:
         return event.event_id
-    made: UUID = uuid7()
+    made: UUID = uuid4() if late else uuid7()
     return made
 
 

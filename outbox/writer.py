@@ -19,7 +19,7 @@ from uuid import UUID
 
 from outbox import _trace
 from outbox._sending import run, run_async
-from outbox._writing import DefaultHeaders, Writer, when
+from outbox._writing import DefaultHeaders, Writer, is_late, when
 from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
 from outbox.serializing import Serializer
 
@@ -111,7 +111,8 @@ class Outbox(_Configured):
         if not events:
             return []
         self._writer.check_events(events)
-        ids = [id_of(event) for event in events]
+        late = is_late(not_before, delay)
+        ids = [id_of(event, late=late) for event in events]
         with _trace.writing(events, ids) as trace:
             ready = self._writer.serialized(events, ids)
             steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
@@ -180,7 +181,8 @@ class AsyncOutbox(_Configured):
         if not events:
             return []
         self._writer.check_events(events)
-        ids = [id_of(event) for event in events]
+        late = is_late(not_before, delay)
+        ids = [id_of(event, late=late) for event in events]
         with _trace.writing(events, ids) as trace:
             ready: Sequence[Event] = events
             if self._writer.serializes:

@@ -329,7 +329,7 @@ class Applier:
     def _apply_letter(self, connection: psycopg.Connection[Any], part: Assigned, message: RetriedMessage) -> None:
         letter = message.letter
         if letter.behind:
-            self._letters.failed_again(connection, letter.id, MessageFailed(message, "behind", BEHIND).why)
+            self._letters.failed_again(connection, letter.id, self._why_behind(connection, message))
             return
         id_ = self._id(message)
         new, today = self._group.move(
@@ -345,6 +345,19 @@ class Applier:
                 self._check_age(message, id_, self._group.forgotten_before(connection, new, today))
             self._call(connection, message)
         self._letters.delete(connection, [letter.id])
+
+    def _why_behind(self, connection: psycopg.Connection[Any], message: RetriedMessage) -> RejectedRecord:
+        """Return why a dead letter waits: behind another, unless it would fail itself, as one that is too old.
+
+        So an operator sees all of a key that are, and decides once.
+        """
+        try:
+            id_ = self._id(message)
+            if id_ is not None:
+                self._check_age(message, id_, self._group.forgotten_before(connection, [id_], dt.date.max))
+        except MessageFailed as failed:
+            return failed.why
+        return MessageFailed(message, "behind", BEHIND).why
 
     def _id(self, message: KafkaMessage) -> UUID | None:
         """Return the id by which a message is recognized. Raises MessageFailed for one that no handler may get."""

@@ -29,6 +29,8 @@ from outbox.consumer.statements import columns, statement
 from outbox.inbox._message import KafkaMessage, RetriedMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
+_FORGIVEN: Final = f"{BEHIND}; it is too old, and was retried all the same"
+"""The error of one that is too old, and waits although an operator has it retried: its age is not checked again."""
 LOOKED_AT: Final = 200
 """How many keys are looked at in one statement that releases: what waits must cost nothing."""
 
@@ -80,7 +82,9 @@ first AS MATERIALIZED (
     SELECT letter.*, ({elsewhere}) AS id
       FROM (SELECT DISTINCT topic, topic_id, part, hash FROM page WHERE hash IS NOT NULL) AS letter),
 held_back AS (
-    UPDATE {dead_letters} AS letter SET state = 'dead', reason = 'behind', error = %(error)s, sqlstate = NULL
+    UPDATE {dead_letters} AS letter
+       SET state = 'dead', reason = 'behind', sqlstate = NULL,
+           error = CASE WHEN reason = 'too-old' OR error = %(forgiven)s THEN %(forgiven)s ELSE %(behind)s END
       FROM first
      WHERE first.id IS NOT NULL AND letter.grp = %(grp)s AND letter.topic = first.topic
        AND pg_catalog.sha256(letter.message_key) = first.hash AND letter.topic_id = first.topic_id
@@ -97,8 +101,9 @@ SELECT topic, part, (
        SELECT FROM {offsets} AS known
         WHERE known.grp = %(grp)s AND known.topic = letter.topic AND known.part = letter.part)"""
 _WAITING: Final = """
-SELECT letter.id, letter.reason, ({earlier}) IS NOT NULL, letter.message_offset, letter.message_key,
-       letter.message_value, letter.message_headers, letter.message_time
+SELECT letter.id, CASE WHEN letter.error = %(forgiven)s THEN 'too-old' ELSE letter.reason END,
+       ({earlier}) IS NOT NULL, letter.message_offset, letter.message_key, letter.message_value, letter.message_headers,
+       letter.message_time
   FROM {dead_letters} AS letter
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT 1 FOR UPDATE OF letter"""
@@ -179,7 +184,7 @@ class Letters(DeadLetterStore):
         nothing is to be retried.
         """
         values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
-        rows = self._ask(connection, _HOLD_BACK, **values, most=most, error=BEHIND).fetchall()
+        rows = self._ask(connection, _HOLD_BACK, **values, most=most, behind=BEHIND, forgiven=_FORGIVEN).fetchall()
         return {number for number, first in rows if first} if rows else None
 
     def next(
@@ -189,7 +194,8 @@ class Letters(DeadLetterStore):
 
         cleared  as ``hold_back`` has returned it: one that was marked since may have an earlier one elsewhere.
         """
-        row = self._ask(connection, _WAITING, topic=partition[0], part=partition[1]).fetchone()
+        values = {"topic": partition[0], "part": partition[1], "forgiven": _FORGIVEN}
+        row = self._ask(connection, _WAITING, **values).fetchone()
         if row is None or row[0] not in cleared:
             return None
         number, reason, blocked, offset, key, value, headers, time = row

@@ -47,6 +47,7 @@ class WaitingLetters:
         self._released: dict[Partition, bytes] = {}
         self._release_at: dict[Partition, float] = {}
         self._read_at = self._retried_at = 0.0
+        self._last_turn: Partition = ("", -1)
 
     def read(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[str, set[bytes]]:
         """Read all keys of topics, in the transaction of a claim. The result is for ``know``."""
@@ -95,7 +96,7 @@ class WaitingLetters:
         for partition in waiting:
             claims[partition].letters_first = True
         held = any(part.letters_first for part in parts.values())
-        self._retry({partition: claims[partition] for partition in sorted(waiting)}, go_on)
+        self._retry({partition: claims[partition] for partition in waiting}, go_on)
         if time.monotonic() >= (self._retried_at if held else self._read_at):
             with self._session.transaction() as connection:
                 keys = self.read(connection, self.keys)
@@ -106,10 +107,12 @@ class WaitingLetters:
 
     def _retry(self, claims: Mapping[Partition, Assigned], go_on: Callable[[], bool]) -> None:
         """Retry a dead letter of each partition in turn, each under its claim."""
-        left = deque(claims)
+        # Where letters take long only one is tried in each upkeep: the next one begins with the following partition.
+        left = deque(sorted(claims, key=lambda one: (one <= self._last_turn, one)))
         cleared: dict[Partition, set[int]] = {}
         while left:
             partition, claim = left[0], claims[left[0]]
+            self._last_turn = partition
             if claim.position is None or not claim.letters_first:
                 # The claim is lost, or a retry was interrupted: the next upkeep continues.
                 left.popleft()

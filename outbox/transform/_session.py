@@ -211,6 +211,9 @@ class Session:
             return TopicPartition(position.topic, position.partition, first)
         count = first_partitions(self._consumer, position.topic, _SECONDS)
         offset = end if position.partition < count else first
+        if offset > first:
+            skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
+            _logger.warning("group %s has no position in %s", self._plan.group, skipped)
         return TopicPartition(position.topic, position.partition, offset, f"{PARTITIONS}{count}")
 
     # Writing

@@ -13,6 +13,8 @@ for each other.
 | a key moves between two looks             | what both its partitions got since the first of them is read at once  |
 | no driver looks while the topic grows     | the same of all that is unread; only an added partition waits         |
 | the log of another is cut meanwhile       | it counts as read at the end that it has now                          |
+| another has no leader, and so no end      | an added one with messages waits for that, and the rest is read up to |
+|                                           | the ends that were last seen                                          |
 | the topic is created again meanwhile      | its id differs: the stored ends are ignored                           |
 """
 
@@ -61,7 +63,7 @@ class AddedPartitions:
         # All partitions of a topic that is new to the group. An added partition is skipped until it has messages:
         # producers learn of it minutes later, and until then write its keys to the other partitions.
         candidates = [one for one in new if one[0] not in known or bounds[one].end > 0]
-        noted = self._reachable(bounds)
+        noted = self._reachable(bounds, stored)
         limits = common_limits([ends for one in noted.values() for ends in (one.before, one.ends)], stored)
         held = {
             one
@@ -69,6 +71,7 @@ class AddedPartitions:
             if limits[one] <= stored[one].next_offset < bounds[one].end
         }
         waiting = waiting_for_others(candidates, stored, {one: there.ends for one, there in noted.items()})
+        waiting |= {one for one in added if bounds[one].end > 0 and not (one in noted and noted[one].ends)}
         if (waiting | held) - self._waiting:
             shown = sorted(f"{topic}-{part}" for topic, part in waiting | held)
             self._report(
@@ -76,10 +79,13 @@ class AddedPartitions:
                 {"partitions": shown},
             )
         self._waiting = waiting | held
-        self._last_seen = {one: there.end for one, there in bounds.items()}
+        # With those of partitions that have no leader now.
+        self._last_seen = {**self._last_seen, **{one: there.end for one, there in bounds.items()}}
         return [partition for partition in candidates if partition not in waiting], limits
 
-    def _reachable(self, bounds: Mapping[Partition, OffsetBounds]) -> Mapping[Partition, AddedEnds]:
+    def _reachable(
+        self, bounds: Mapping[Partition, OffsetBounds], stored: Mapping[Partition, StoredOffset]
+    ) -> Mapping[Partition, AddedEnds]:
         """Return the noted ends, at most those of now: a log that was cut since may never reach its end of then."""
         noted = self._noted
         # Where ``before`` is beyond the log's end, so is ``ends``, if it is known.
@@ -87,7 +93,7 @@ class AddedPartitions:
         if not any(at in bounds and bounds[at].end < end for ends in last for at, end in ends.items()):
             return noted
         # What lies behind an open transaction will be there to be read.
-        _, now = self._kafka.look(self._topics, high_watermarks=True)
+        _, now = self._kafka.look(self._topics, high_watermarks=True, optional=stored)
         tops = {at: there.high_watermark or there.end for at, there in now.items()}
 
         def lowered(ends: Mapping[Partition, int]) -> dict[Partition, int]:
@@ -122,14 +128,16 @@ class AddedPartitions:
                 if later is None:
                     # The ends after the partition was seen with messages. High watermarks, because messages of open
                     # transactions came before these, too.
-                    _, looked = self._kafka.look(self._topics, high_watermarks=True)
+                    _, looked = self._kafka.look(self._topics, high_watermarks=True, optional=stored)
                     later = {at: there.high_watermark or there.end for at, there in looked.items()}
                 before = here.before
                 if not unreached(before, stored):
                     seen = {at: self._last_seen[at] for at in of_others if at in self._last_seen}
                     before = self._at_least_noted(seen)
-                ends = {at: later[at] for at in of_others if at in later}
-                changed[one] = AddedEnds(before, self._at_least_noted(ends))
+                ends = {at: later[at] for at in of_others} if later.keys() >= set(of_others) else {}
+                noted = AddedEnds(before, self._at_least_noted(ends))
+                if noted != here:
+                    changed[one] = noted
         if changed:
             self._noted |= changed
             self._store.note_added(self._noted, topic_ids, generation)

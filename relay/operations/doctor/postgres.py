@@ -12,6 +12,7 @@ from psycopg import errors, sql
 
 from outbox._app.text import bytes_text
 from outbox._clients.checks import Check, Finding, failure, ok, warning
+from outbox.consumer.ids import DAY_OF_ID
 from relay.config import Settings, SourceKind
 from relay.insights import without_event
 from relay.operations.guarantee import slot_cost
@@ -46,6 +47,12 @@ SELECT max((SELECT max(id) FROM {table} AS t WHERE t.lane = l.lane)) FROM genera
 
 _HIGHEST_PUBLISHED: Final = "SELECT max(id) FROM {table}"
 _ARCHIVE_TIMEOUT: Final = "SELECT set_config('statement_timeout', '5s', true)"
+# Of the next ones: there may be millions.
+_TOO_LATE: Final = """
+SELECT count(*) FROM (
+    SELECT not_before, event_id AS message_id FROM {scheduled} ORDER BY not_before, id LIMIT 10000) AS soon
+ WHERE {day_of_id} > date '1970-01-01'
+   AND CAST(not_before AT TIME ZONE 'UTC' AS date) - {day_of_id} > %(keep_days)s"""
 _WITHOUT_EVENT: Final = "SELECT count(*) FROM {failures} AS f WHERE {without_event}"
 
 # The relay and operators have DELETE; a superuser has every right.
@@ -95,12 +102,16 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
     yield Check("rights", ask(_MAY_SET_FROM_RELAY), partial(_rights, schema))
     grant = f"SELECT on {schema}.events, failures and dead_letters"
     yield Check("failures without an event", ask(_WITHOUT_EVENT), _without_event, grant)
+    keep_days = settings.consumer.keep_days
+    too_late = ask(_TOO_LATE, keep_days=keep_days)
+    yield Check("scheduled events", too_late, partial(_too_late, keep_days), f"SELECT on {schema}.scheduled")
 
 
 def _names(schema: str) -> dict[str, sql.Composable]:
     names = names_of(schema)
     events_name = sql.Literal(sql.Identifier(schema, "events").as_string(None))
-    return names | {"events_name": events_name, "without_event": without_event(names)}
+    own = {"events_name": events_name, "without_event": without_event(names), "day_of_id": sql.SQL(DAY_OF_ID)}
+    return names | own
 
 
 def _server(rows: Rows) -> Iterator[Finding]:
@@ -148,6 +159,17 @@ def _without_event(rows: Rows) -> Iterator[Finding]:
             "failures without an event",
             f"the events of {count} failures were deleted by hand; the later events of their keys may wait",
             "`outbox dead-letters list` shows them, `outbox dead-letters discard EVENT_ID --reason …` frees the keys",
+        )
+
+
+def _too_late(keep_days: int, rows: Rows) -> Iterator[Finding]:
+    ((count,),) = rows
+    if count:
+        yield warning(
+            "scheduled events",
+            f"{count:,} of the next 10,000 are due more than {keep_days} days after the day in their ids: consumers "
+            "that remember ids may have forgotten it by then, and take them for repeats (too-old)",
+            "raise consumer.keep_days, or cancel them and write them anew with a UUIDv4 as event_id",
         )
 
 

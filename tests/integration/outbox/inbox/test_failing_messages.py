@@ -18,6 +18,8 @@ from outbox.inbox import HandlerFailed, Reject, _member
 
 __all__ = ["_quick", "log"]
 
+OLD = uuid.UUID("01900000-0000-7000-8000-000000000000")
+
 
 class Poison:
     """A handler that fails at some numbers of a key, until it is cured."""
@@ -228,19 +230,35 @@ def test_a_message_without_an_id(log, on_failure):
 
 
 def test_a_message_that_may_have_been_forgotten_is_a_dead_letter(log):
-    old = uuid.UUID("01900000-0000-7000-8000-000000000000")
     with psycopg.connect(log.database.url) as connection:
         insert = "INSERT INTO consumer.groups (grp, owner, forgotten_before) VALUES (%s, 'test', '2026-01-01')"
         connection.execute(insert, (log.group,))
-    log.produce(["a", "b", "a"], ids=[uuid7(), old, uuid7()])
+    log.produce(["a", "b", "a"], ids=[uuid7(), OLD, uuid7()])
     with log.consuming(on_failure="dead-letter") as running:
         running.wait(lambda: log.positions().get(0) == 3, "the position")
         [letter] = log.letters()
-        assert (letter["reason"], letter["message_id"]) == ("too-old", old)
+        assert (letter["reason"], letter["message_id"]) == ("too-old", OLD)
         # Who retries it says that it was not applied.
         log.retry(ids=[letter["id"]])
         running.wait(lambda: log.count() >= 3, "the retry")
     assert log.letters() == []
+
+
+def test_all_of_a_key_that_are_too_old_are_retried_at_once(log):
+    """It was blocked until their days were forgotten."""
+    poison = Poison(0)
+    log.produce(["k1"] * 5, ids=[uuid.UUID(int=OLD.int + number) for number in range(5)])
+    with log.consuming(poison, on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: log.positions().get(0) == 5, "the position")
+        poison.numbers.clear()
+        with psycopg.connect(log.database.url) as connection:
+            connection.execute("UPDATE consumer.groups SET forgotten_before = '2026-01-01'")
+        log.retry()
+        dead = [("too-old", "dead")] * 5
+        running.wait(lambda: [(one["reason"], one["state"]) for one in log.letters()] == dead, "the retries")
+        log.retry(group=log.group, reason="too-old")
+        running.wait(lambda: not log.letters(), "those that are too old")
+    log.check()
 
 
 def test_too_many_dead_letters_in_a_row_stop_it(log):

@@ -9,8 +9,10 @@ import pytest
 from inbox_log import _quick, accept, recreate
 from inbox_support import Log, apply
 from support import wait_until
+from uuid_utils.compat import uuid7
 
 from outbox.consumer.admin.status import read_counts
+from outbox.consumer.messages import stored_headers
 from outbox.consumer.model import RejectedRecord
 from outbox.inbox import Reject, TopicReplaced
 from outbox.inbox._letters import Letters
@@ -20,12 +22,13 @@ __all__ = ["_quick"]
 LETTER = """
 INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_value,
                                    message_headers, message_time, reason, error, state)
-VALUES (%s, %s, 'id', %s, %s, %s, %s, '[]', now(), %s, 'x', 'dead') RETURNING id"""
+VALUES (%s, %s, 'id', %s, %s, %s, %s, %s, now(), %s, 'x', 'dead') RETURNING id"""
 
 
-def add(log: Log, part: int, offset: int, key: bytes, n: int, reason: str) -> int:
+def add(log: Log, part: int, offset: int, key: bytes, n: int, reason: str, message_id: str | None = None) -> int:
     """Add a dead letter of the log's group, and return its id."""
-    [(number,)] = log.run(LETTER, log.group, log.topic, part, offset, key, b'{"n": %d}' % n, reason)
+    headers = stored_headers([] if message_id is None else [("ce_id", message_id.encode())])
+    [(number,)] = log.run(LETTER, log.group, log.topic, part, offset, key, b'{"n": %d}' % n, headers, reason)
     return int(number)
 
 
@@ -88,6 +91,19 @@ def test_one_that_is_retried_meanwhile_waits_for_another_partitions_letter(
     with log.consuming(retried_meanwhile, on_failure="dead-letter", dedup=False) as running:
         running.wait(lambda: not log.letters(), "the letters")
     assert log.applied() == {"k": [0, 1], "busy": [0, 1, 2]}
+
+
+def test_one_that_is_too_old_is_applied_behind_another_partitions_letter(outbox_postgres, outbox_kafka):
+    """An operator retries both. It comes first, so it is put behind the other one, and that it was retried is kept."""
+    log = Log(outbox_postgres, outbox_kafka, 2)
+    group = "INSERT INTO consumer.groups (grp, owner, forgotten_before) VALUES (%s, 'test', '2026-01-01') RETURNING grp"
+    log.run(group, log.group)
+    add(log, 1, 50, b"k", 0, "failed", str(uuid7()))
+    add(log, 0, 100, b"k", 1, "too-old", "01900000-0000-7000-8000-000000000000")
+    log.retry()
+    with log.consuming(on_failure="dead-letter") as running:
+        running.wait(lambda: not log.letters(), "the letters")
+    assert log.applied() == {"k": [0, 1]}
 
 
 def test_one_that_another_member_puts_back_meanwhile_is_waited_for(outbox_postgres, outbox_kafka):

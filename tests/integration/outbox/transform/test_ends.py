@@ -50,6 +50,28 @@ def test_a_position_passes_the_markers_of_transactions(outbox_kafka, commit):
         assert sum(map(len, place.come(member.committed + 5).values())) == member.committed + 5
 
 
+def test_what_latest_skips_is_said(place, caplog):
+    """Also when Kafka has forgotten the positions of a group that had no members for long."""
+    with running(place.member(copied(place), start="latest")):
+        wait_until(lambda: [each.offset for each in place.positions()] == [0] * 4, 60, "the beginnings")
+        place.feed(range(5), partition=0)
+        wait_until(lambda: place.position() == 5, 60, "the first messages")
+    assert "skips" not in caplog.text
+    admin = AdminClient(place.options)
+
+    def forgotten() -> bool:
+        return admin.delete_consumer_groups([place.group])[place.group].exception(60) is None
+
+    wait_until(forgotten, 60, "the group to be empty")
+    place.feed(range(5, 8), partition=1)
+    with running(place.member(copied(place), start="latest")):
+        wait_until(lambda: place.position() == 8, 60, "the beginnings")
+    assert sorted(record.message for record in caplog.records if "skips" in record.message) == [
+        f"group {place.group} has no position in {place.source}-{part}, and skips what is before offset {end}"
+        for part, end in ((0, 5), (1, 3))
+    ]
+
+
 def test_markers_are_passed_beside_the_messages_of_other_partitions(outbox_kafka, monkeypatch):
     """A member that is never idle passes them, too, and where no leader answers it goes on."""
     with closing(Place(outbox_kafka, 2)) as place:

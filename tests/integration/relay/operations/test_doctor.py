@@ -11,6 +11,7 @@ from doctor_support import found, in_postgres, settings
 from rows_and_roles import NOW, put
 from typer.testing import CliRunner
 
+from outbox import Event, Outbox
 from outbox._clients.checks import Level
 from outbox.sandbox.versions import DEFAULT
 from relay.cli.app import app
@@ -85,6 +86,23 @@ def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
     assert "lanes_counters" in findings["tables"][1]
     # What needs no more than the rows is checked all the same.
     assert findings["status"][0] is Level.WARNING
+
+
+def test_scheduled_events_whose_ids_are_forgotten_when_they_are_due(outbox_postgres, outbox_kafka):
+    given = settings(outbox_postgres, outbox_kafka, consumer={"keep_days": 3})
+    outbox, days = Outbox(), [dt.timedelta(days=number) for number in range(6)]
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        with connection.transaction():
+            outbox.add(connection, Event("A", "far", "T"), delay=days[5] * 2)
+            near = [outbox.add(connection, Event("A", "near", "T"), delay=delay) for delay in days[:3]]
+        assert "scheduled events" not in in_postgres(given)
+        with connection.transaction():
+            for event_id in near[1:]:
+                outbox.reschedule(connection, event_id, delay=days[5])
+        finding = in_postgres(given)["scheduled events"]
+        assert finding.level is Level.WARNING
+        assert finding.found.startswith("2 of the next 10,000 are due more than 3 days after")
+        assert "scheduled events" not in in_postgres(settings(outbox_postgres, outbox_kafka))
 
 
 EVENTS = (

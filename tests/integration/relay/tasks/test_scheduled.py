@@ -19,6 +19,7 @@ from wal_support import to_wal, wal
 from writer_targets import each_driver, on_target, waits_for_a_lock
 
 from outbox import Event, EventError, Outbox, TargetError
+from outbox.consumer.ids import NO_TIME, day
 from relay.cli.app import app
 from relay.database import Connector
 from relay.tasks import scheduled as scheduled_module
@@ -104,6 +105,22 @@ async def test_written_cancelled_and_rescheduled_in_the_targets_transaction(targ
     assert await target.reschedule(first, not_before=day) is True
     await target.commit()
     assert look_up(url, "SELECT not_before FROM outbox.scheduled WHERE event_id = %s", first) == [(day,)]
+
+
+@each_driver
+@on_target
+async def test_one_that_is_due_in_weeks_has_an_id_that_consumers_do_not_forget(target, outbox_postgres):
+    """They forget ids by the day in them, by default two weeks later, and then take an event for a repeat."""
+    week = dt.timedelta(days=7)
+    soon = [{}, {"delay": week}, {"not_before": now() + week - HOUR}, {"not_before": now() - 5 * week}]
+    late = [{"delay": week + HOUR}, {"not_before": now() + week + HOUR}]
+    timed, untimed = [
+        [day(await target.add(Event("Order", 1, "T"), **when)) for when in whens] for whens in (soon, late)
+    ]
+    assert untimed == [NO_TIME] * 2
+    assert {(one - now().date()).days for one in timed} <= {-1, 0}
+    own = uuid.uuid4()
+    assert await target.add(Event("Order", 1, "T", event_id=own), delay=2 * week) == own
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import NewTopic
+from confluent_kafka.admin import NewPartitions, NewTopic
 from offsets_driver import Driver
 from support import wait_until
 
@@ -81,6 +81,18 @@ def test_the_others_are_read_until_its_leader_is_back(away):
     assert behind[-1] == ({other: 5}, {other})
     driver.step()
     assert behind[-1] == ({}, set())
+
+
+def test_one_that_is_added_meanwhile_keeps_no_other_waiting(away):
+    """Until its leader is back, it is not known where the second one ends, which comes before the added one."""
+    driver, cluster = away
+    driver.admin.create_partitions([NewPartitions(driver.topic, 3, [[3]])])[driver.topic].result(30)
+    wait_until(lambda: has_leaders(driver, [True, False, True]), what="the added partition")
+    driver.send(2, 4)
+    assert [driver.step(), driver.step()] == [{0: (3, 8)}, {}]
+    cluster.start_broker(0)
+    wait_until(lambda: driver.step() == {1: (5, 10)}, what="the messages of the second one")
+    assert [driver.step(), driver.step()] == [{2: (0, 4)}, {}]
 
 
 def test_a_run_to_the_ends_and_a_new_group_need_all(away):

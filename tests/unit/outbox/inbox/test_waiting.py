@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outbox.consumer.model import Partition
 from outbox.inbox import _waiting
 from outbox.inbox._assigned import Assigned
 
@@ -67,32 +68,52 @@ def test_a_look_that_takes_long_and_releases_nothing_is_not_repeated_each_second
 
 
 class Waiting(Letters):
-    """Three letters that are to be retried."""
+    """Letters that are to be retried, by partition; ``tried`` has the partitions of those that were."""
 
-    def __init__(self, clock: Clock, seconds: float) -> None:
+    def __init__(self, clock: Clock, seconds: float, left: dict[Partition, list[int]], *, each: float = 0.0) -> None:
         super().__init__(clock, seconds)
-        self.left = [1, 2, 3]
+        self.left = left
+        self.tried: list[Partition] = []
+        self._each = each
 
     def with_letters(self, connection: Any, partitions: Any) -> tuple[set[Any], set[Any]]:
-        return set(partitions if self.left else ()), set()
+        return {one for one in partitions if self.left[one]}, set()
 
-    def hold_back(self, connection: Any, partition: Any, most: int) -> set[int] | None:
+    def hold_back(self, connection: Any, partition: Partition, most: int) -> set[int] | None:
         self.looks += 1
         self._clock.now += self._seconds
-        return set(self.left) or None
+        return set(self.left[partition]) or None
 
-    def retry(self, part: Any, partition: Any, cleared: set[int]) -> bool:
-        return bool(cleared) and self.left.pop(0) in cleared
+    def retry(self, part: Any, partition: Partition, cleared: set[int]) -> bool:
+        if not self.left[partition]:
+            return False
+        self.tried.append(partition)
+        self._clock.now += self._each
+        return self.left[partition].pop(0) in cleared
+
+    def keep_up(self, times: int) -> None:
+        """Let a member with these partitions keep up, for a second each time."""
+        waiting = _waiting.WaitingLetters(self, Session(), self)  # type: ignore[arg-type]
+        claim: Any = "claimed"
+        parts = {one: Assigned(one, claim, set(), 0) for one in self.left}
+        for _ in range(times):
+            until = self._clock.now + 1.0
+            waiting.keep_up(parts, lambda until=until: self._clock.now < until)
 
 
 def test_a_letter_is_retried_however_long_the_look_takes(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(_waiting, "time", clock)
-    letters = Waiting(clock, 3.0)
-    waiting = _waiting.WaitingLetters(letters, Session(), letters)  # type: ignore[arg-type]
-    claim: Any = "claimed"
-    part = Assigned(PLACE, claim, set(), 0)
-    for _ in range(3):
-        until = clock.now + 1.0
-        waiting.keep_up({PLACE: part}, lambda until=until: clock.now < until)
-    assert letters.left == []
+    letters = Waiting(clock, 3.0, {PLACE: [1, 2, 3]})
+    letters.keep_up(3)
+    assert letters.left == {PLACE: []}
+
+
+def test_slow_letters_of_one_partition_keep_no_other_waiting(monkeypatch):
+    """Each time only one letter is tried: of another partition than the last one."""
+    clock = Clock()
+    monkeypatch.setattr(_waiting, "time", clock)
+    first, second, third = (("orders", part) for part in range(3))
+    letters = Waiting(clock, 0.0, {first: [1, 2, 3, 4], second: [5], third: [6, 7]}, each=2.0)
+    letters.keep_up(7)
+    assert letters.tried == [first, second, third, first, third, first, first]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from spark_jobs.postgres.group_store import AddedEnds
 OLD, OTHER, NEW, NEXT = ("t", 0), ("t", 1), ("t", 2), ("t", 3)
 Hidden = tuple[int, int]
 """Where a partition ends for a reader, and with what an open transaction hides."""
+LEADERLESS = None
 
 
 class Servers:
@@ -23,9 +24,11 @@ class Servers:
     def __init__(self, bounds: Mapping[Partition, OffsetBounds], noted: Mapping[Partition, AddedEnds]) -> None:
         self.bounds = bounds
         self.noted = dict(noted)
+        self.leaderless: set[Partition] = set()
 
-    def look(self, topics: Any, *, high_watermarks: bool) -> Any:
+    def look(self, topics: Any, *, high_watermarks: bool, optional: Collection[Partition]) -> Any:
         assert high_watermarks
+        assert self.leaderless <= set(optional)
         return {"t": "id"}, self.bounds
 
     def added_ends(self, topic_ids: Any) -> Any:
@@ -45,9 +48,10 @@ class Driver:
             self.servers, self.servers, ["t"], lambda _, figures: self.reports.append(figures["partitions"])
         )
 
-    def look(self, ends: list[int | Hidden], offsets: list[int]) -> tuple[list[Partition], dict[Partition, int]]:
-        tops = [(end, end) if isinstance(end, int) else end for end in ends]
-        self.servers.bounds = {("t", part): OffsetBounds(0, end, top) for part, (end, top) in enumerate(tops)}
+    def look(self, ends: list[int | Hidden | None], offsets: list[int]) -> tuple[list[Partition], dict[Partition, int]]:
+        tops = {("t", part): (end, end) if isinstance(end, int) else end for part, end in enumerate(ends)}
+        self.servers.bounds = {one: OffsetBounds(0, *there) for one, there in tops.items() if there is not LEADERLESS}
+        self.servers.leaderless = tops.keys() - self.servers.bounds.keys()
         stored = {("t", part): StoredOffset("id", offset) for part, offset in enumerate(offsets)}
         new = sorted(self.servers.bounds.keys() - stored.keys())
         return self.added.ready(new, stored, self.bounds(), {"t": "id"}, 1)
@@ -56,7 +60,7 @@ class Driver:
         """What a look without high watermarks finds."""
         return {one: OffsetBounds(there.first, there.end) for one, there in self.servers.bounds.items()}
 
-    def read(self, ends: list[int | Hidden], offsets: list[int]) -> list[int]:
+    def read(self, ends: list[int | Hidden | None], offsets: list[int]) -> list[int]:
         """Give the offsets after a round that reads as far as the look allows."""
         new, limits = self.look(ends, offsets)
         offsets = offsets + [0] * len(new)
@@ -136,6 +140,30 @@ def test_one_that_had_messages_when_it_was_first_seen():
     assert Driver().look([120, 13, 1], [30, 10]) == ([], {OLD: 120, OTHER: 13})
 
 
+def test_one_that_gets_messages_while_another_has_no_leader():
+    """It waits; the others go on to where the one without a leader may have had earlier messages of a key."""
+    driver = Driver()
+    driver.look([90, 10], [20, 5])
+    driver.look([100, LEADERLESS], [20, 5])
+    assert driver.look([110, LEADERLESS, 3], [30, 5]) == ([], {OLD: 100, OTHER: 10})
+    assert driver.look([120, LEADERLESS, 3], [100, 5]) == ([], {OLD: 100, OTHER: 10})
+    assert driver.reports == [["t-2"], ["t-0", "t-2"]]
+    # Another driver continues with the same ends.
+    driver = Driver(driver.servers.noted)
+    assert driver.look([130, LEADERLESS, 3], [100, 5]) == ([], {OLD: 100, OTHER: 10})
+    assert driver.look([140, 12, 4], [100, 5]) == ([], {OLD: 100, OTHER: 10})
+    assert driver.look([150, 13, 4], [100, 10]) == ([], {OLD: 140, OTHER: 12})
+    assert driver.look([150, 13, 4], [140, 12]) == ([NEW], {})
+
+
+def test_what_one_without_a_leader_has_is_not_known_to_a_driver_that_has_not_looked_before():
+    driver = Driver()
+    for end in (110, 120):
+        assert driver.look([end, LEADERLESS, 3], [30, 5])[0] == []
+    assert driver.look([130, 12, 4], [120, 5]) == ([], {OLD: 130, OTHER: 12})
+    assert driver.look([130, 12, 4], [130, 12]) == ([NEW], {})
+
+
 OPEN = (5, 10)
 
 
@@ -185,7 +213,7 @@ def test_a_group_that_stood_still_goes_on():
         NEW: AddedEnds({OLD: 5, OTHER: 5}, {OLD: 10, OTHER: 5}),
         NEXT: AddedEnds({OLD: 5, OTHER: 8}, {OLD: 10, OTHER: 9}),
     }
-    ends: list[int | Hidden] = [12, 9, 3, 1]
+    ends: list[int | Hidden | None] = [12, 9, 3, 1]
     driver, offsets = Driver(stuck), [5, 5]
     offsets = driver.read(ends, offsets)
     assert offsets == [10, 5]
