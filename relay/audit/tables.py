@@ -15,6 +15,7 @@ from psycopg.rows import tuple_row
 
 from relay.audit.content import content
 from relay.audit.findings import STATEMENT_SECONDS
+from relay.audit.retried import behind
 from relay.audit.sums import (
     NOTHING,
     Sum,
@@ -106,16 +107,27 @@ SELECT one.event_id::uuid, max(at)
   FROM {audit} CROSS JOIN LATERAL jsonb_array_elements_text(details->'overtaken') AS one(event_id)
  WHERE what = 'retry' GROUP BY 1"""
 
-# Each of them with the last event of its key that stands before it because of that: what was written later waits for
-# it. (Until the retry is committed, it does not: that takes seconds.)
-_BEHIND: Final = """(
-    SELECT r.event_id, max(o.id) AS behind
+# These, and the later events of their keys, each key in the order of the retries and of what was written: for
+# ``behind``. What was written after a retry waits for the event. (Until the retry is committed, it does not: that takes
+# seconds.)
+_OF_RETRIED: Final = """
+WITH retried AS (
+    SELECT e.event_id, e.id, e.topic, e.aggregate_type, e.aggregate_id, e.partition, e."offset",
+           t.at + interval '10 seconds' AS at,
+           dense_rank() OVER (ORDER BY e.topic, e.aggregate_type, e.aggregate_id) AS key
       FROM unnest(%(retried)s::uuid[], %(retried_at)s::timestamptz[]) AS t(event_id, at)
-      JOIN {table} AS r ON r.event_id = t.event_id
-      JOIN {table} AS o ON o.topic = r.topic AND o.aggregate_type = r.aggregate_type AND o.aggregate_id = r.aggregate_id
-     WHERE o.id > r.id AND o.created_at < t.at + interval '10 seconds'
-       AND (o.partition <> r.partition OR o."offset" < r."offset")
-     GROUP BY 1)"""
+      JOIN {table} AS e ON e.event_id = t.event_id
+     WHERE e.topic IS NOT NULL),
+keys AS (
+    SELECT key, topic, aggregate_type, aggregate_id, min(id) AS first_id, max(at) AS last_at
+      FROM retried GROUP BY key, topic, aggregate_type, aggregate_id)
+SELECT key, id, event_id, partition, "offset"
+  FROM (SELECT key, at, id, event_id, partition, "offset" FROM retried
+        UNION ALL
+        SELECT key, o.created_at, o.id, NULL, o.partition, o."offset"
+          FROM keys JOIN {table} AS o USING (topic, aggregate_type, aggregate_id)
+         WHERE o.id > first_id AND o.created_at < last_at) AS of_keys
+ ORDER BY key, at, event_id IS NULL"""
 
 # Each event whose record comes before that of an event of its key with a lower id, or is in another partition. Those
 # out of order come first.
@@ -125,7 +137,9 @@ SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset
   FROM (SELECT id, aggregate_type, aggregate_id, topic, {minute} AS minute, event_id, partition, "offset",
                lag(event_id) OVER key AS before_id, lag(partition) OVER key AS before_partition,
                lag("offset") OVER key AS before_offset
-          FROM {table} AS e LEFT JOIN {behind} AS b USING (event_id) WHERE topic IS NOT NULL
+          FROM {table} AS e LEFT JOIN unnest(%(retried)s::uuid[], %(behind)s::bigint[]) AS b(event_id, behind)
+               USING (event_id)
+         WHERE topic IS NOT NULL
         WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id
                        ORDER BY coalesce(behind, id), behind IS NOT NULL, "offset")) AS pairs
  WHERE partition <> before_partition OR "offset" < before_offset
@@ -356,18 +370,18 @@ class Tables:
 
         places   by id (16 bytes), those of events of which the archive has none.
         """
-        found, retried = [], self._rows(_RETRIED)
-        values: dict[str, Any] = {"retried": [one for one, _ in retried], "retried_at": [at for _, at in retried]}
+        found = []
+        table, values = "archived", dict(self._of_order)
         if places:
+            table = "placed"
             values |= {
                 "ids": [uuid.UUID(bytes=one) for one in places],
                 "topics": [place.topic for place, _ in places.values()],
                 "partitions": [place.number for place, _ in places.values()],
                 "offsets": [offset for _, offset in places.values()],
             }
-            rows = self._rows(_ORDER, "placed", **self._of_order, **values)
-        else:
-            rows = self._rows(_ORDER, "archived", **self._of_order, **values)
+        last = self._behind(table, values)
+        rows = self._rows(_ORDER, table, **values, retried=list(last), behind=list(last.values()))
         for kind, key, topic, minute, event_id, number, offset, before_id, before, before_offset in rows:
             window = self._window(kind, topic, minute)
             if window is not None:
@@ -379,6 +393,18 @@ class Tables:
                 )
         # Those before the range say where a key has been.
         return sorted(found, key=lambda pair: pair.window.minute)
+
+    def _behind(self, table: str, values: Mapping[str, Any]) -> dict[uuid.UUID, int]:
+        """Return the events that an operator has put back behind later ones of their keys, each with the last one."""
+        retried = self._rows(_RETRIED)
+        if not retried:
+            return {}
+        names = self._names | {"table": self._names[table]}
+        retries = {"retried": [one for one, _ in retried], "retried_at": [at for _, at in retried]}
+        # Row by row: a key may have millions of events.
+        with self._connection.cursor("retried", row_factory=tuple_row) as cursor:
+            cursor.itersize = _ROWS_AT_ONCE
+            return behind(cursor.execute(sql.SQL(_OF_RETRIED).format(**names), {**self._bound, **values, **retries}))
 
     def _summed(self, query: LiteralString, table: str | None = None) -> dict[Window, Sum]:
         found: dict[Window, Sum] = defaultdict(Sum)
@@ -400,7 +426,6 @@ class Tables:
         names = self._names
         if table is not None:
             names = names | {"table": names[table]}
-            names["behind"] = sql.SQL(_BEHIND).format(table=names["table"])
         return psycopg.Cursor(self._connection).execute(sql.SQL(query).format(**names), self._bound | values).fetchall()
 
 

@@ -52,8 +52,11 @@ class StateLost(OutboxError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
+    """A Postgres server, and which of its outboxes: by database and schema. None: that of a marker that lacks it."""
+
     system_identifier: str
     timeline: int
+    outbox: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class Marker:
     ``positions`` are the rows' ids, and ``event_ids`` (as text, in the same order) guard against reused ids.
     ``system_identifier`` and ``timeline`` identify the Postgres that they were read from. ``commit_lsn`` is the
     position of the last event, if they came from the WAL. ``writer`` is the prefix of the writer's transactional ids,
-    if known.
+    if known. ``outbox`` is that of Identity; earlier versions did not write it.
     """
 
     batch: int
@@ -74,6 +77,7 @@ class Marker:
     event_ids: Sequence[str] = ()
     commit_lsn: int | None = None
     writer: str | None = None
+    outbox: str | None = None
 
     def encode(self) -> bytes:
         """Return the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""
@@ -90,6 +94,7 @@ class Marker:
                 "event_ids": base64.b64encode(raw).decode(),
                 "commit_lsn": self.commit_lsn,
                 "writer": self.writer,
+                "outbox": self.outbox,
             }
         )
 
@@ -104,7 +109,7 @@ class Marker:
                     "version that wrote it, or a newer one"
                 )
             raw = base64.b64decode(fields["event_ids"], validate=True)
-            commit_lsn = fields["commit_lsn"]
+            commit_lsn, outbox = fields["commit_lsn"], fields.get("outbox")
             marker = Marker(
                 batch=int(fields["batch"]),
                 epoch=int(fields["epoch"]),
@@ -114,6 +119,7 @@ class Marker:
                 event_ids=tuple(str(uuid.UUID(bytes=raw[at : at + 16])) for at in range(0, len(raw), 16)),
                 commit_lsn=None if commit_lsn is None else int(commit_lsn),
                 writer=None if fields["writer"] is None else str(fields["writer"]),
+                outbox=None if outbox is None else str(outbox),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise StateLost(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Final
 
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ClusterMetadata,
     ConfigResource,
@@ -23,7 +23,7 @@ class SharedMetadata:
         self._admin = admin
         self._clock = clock
         self._asked_at = self._until = 0.0
-        self._answer: ClusterMetadata | KafkaException | None = None
+        self._answer: ClusterMetadata | KafkaError | None = None
         self._min_in_sync: dict[str, int | None] = {}
 
     def forget(self) -> None:
@@ -42,10 +42,11 @@ class SharedMetadata:
                 with self._admin.explaining():
                     self._answer = self._admin.list_topics(timeout=seconds)
             except KafkaException as error:
-                self._answer = error
+                # Not the exception: its traceback would keep all that its callers have.
+                self._answer = error.args[0]
             self._until = self._clock() + _SHARED_SECONDS
-        if isinstance(self._answer, KafkaException):
-            raise self._answer
+        if isinstance(self._answer, KafkaError):
+            raise KafkaException(self._answer)
         return self._answer
 
     def min_in_sync(self, topic: str, others: Collection[str], seconds: float) -> int | None:

@@ -149,7 +149,11 @@ class TransactionalPublisher:
         new: dict[int, Marker] = {}
         for lane, (marker, identity) in taken.markers.items():
             batch, epoch = 1 if marker is None else marker.batch, by_lane[lane].epoch
-            last = Marker(batch, epoch, identity.system_identifier, identity.timeline, writer=self._base_id)
+            last = Marker(
+                *(batch, epoch, identity.system_identifier, identity.timeline),
+                writer=self._base_id,
+                outbox=identity.outbox,
+            )
             (new if marker is None else self._joined)[lane] = last
         if new:
             self._write_first_markers(new)

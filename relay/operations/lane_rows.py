@@ -85,18 +85,21 @@ SELECT max(id) FROM picked"""
 
 
 class Lane(NamedTuple):
-    """``exactly_once``: a lane of this outbox has been published exactly-once."""
+    """``outbox``: that of Identity. ``exactly_once``: a lane of this outbox has been published exactly-once."""
 
     last_batch: int | None
     system: str
     timeline: int
+    outbox: str
     insert_lsn: int
     transactional_id: str | None
     exactly_once: bool
 
     def disowns(self, marker: Marker | None) -> bool:
-        """Return whether the marker is of another outbox, which has the same OUTBOX_NAME."""
-        return marker is not None and not self.exactly_once and marker.system_identifier != self.system
+        """Return whether the marker is of another outbox, which has the same OUTBOX_NAME, as far as it names one."""
+        if marker is None or self.exactly_once:
+            return False
+        return marker.system_identifier != self.system or marker.outbox not in {None, self.outbox}
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ _AUDIT_IDS: Final = 10_000
 
 _LANES: Final = """
 SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system()),
-       {timeline},
+       {timeline}, {this_outbox},
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint, transactional_id,
        bool_or(last_batch IS NOT NULL OR transactional_id IS NOT NULL) OVER ()
   FROM {lanes} ORDER BY lane"""
@@ -302,8 +302,8 @@ class Reconciler:
         marker = read.markers[lane]
         if seen.disowns(marker):
             raise OperationRefused(
-                f"{self._state.name!r} holds markers of another database, and this outbox has never published "
-                "exactly-once: another outbox has, or had, the same OUTBOX_NAME. Choose a new one for this outbox"
+                f"{self._state.name!r} holds markers of another outbox, which has, or had, the same OUTBOX_NAME, and "
+                "this one has never published exactly-once. Choose a new one for this outbox"
             )
         try:
             resume(lane, seen.last_batch, marker, seen.system, seen.timeline)
@@ -437,6 +437,7 @@ class Reconciler:
                 holding.epochs[lane],
                 here.system,
                 here.timeline,
+                outbox=here.outbox,
             )
         return fresh
 

@@ -166,12 +166,12 @@ kept AS (
            clock_timestamp() FROM gone)"""
 
 _HELD: Final = """
-SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()), {timeline},
+SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()), {timeline}, {this_outbox},
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} AS l JOIN {leases} ON {ours} FOR UPDATE OF l NOWAIT"""
 
 _STILL_HELD: Final = """
-SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timeline}
+SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timeline}, {this_outbox}
   FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
 # On the server that ``identity`` has seen: behind a pooler it may be another one by now.

@@ -116,8 +116,9 @@ class RowTakeover:
             if held is None:
                 held_lane.pending = NOTHING
                 raise self._settlement.lost(lane)
-            last_batch, system_identifier, timeline, insert_lsn = held
-            adopted = resume(lane, last_batch, marker, system_identifier, timeline)
+            last_batch, *identity, insert_lsn = held
+            here = Identity(*identity)
+            adopted = resume(lane, last_batch, marker, here.system_identifier, here.timeline)
             if adopted is not None and adopted.commit_lsn is not None and adopted.commit_lsn > insert_lsn:
                 raise StateLost(
                     f"lane {lane}: Kafka holds events from farther on in the WAL than this server has written: it has "
@@ -126,14 +127,14 @@ class RowTakeover:
             batch, commit_lsn = last_batch, None
             if adopted is not None and adopted.batch != last_batch:
                 # A position on another timeline says nothing here.
-                commit_lsn = adopted.commit_lsn if adopted.timeline == timeline else None
+                commit_lsn = adopted.commit_lsn if adopted.timeline == here.timeline else None
                 batch = adopted.batch
                 self._settle_marker(lane, adopted)
             self._connection.execute(
                 self._queries.adopted, {"lane": lane, "batch": batch, "own_id": own_id, "commit_lsn": commit_lsn}
             )
         self._note_adopted(lease, adopted, batch, own_id)
-        return adopted, Identity(system_identifier, timeline)
+        return adopted, here
 
     def _note_adopted(self, lease: Lease, adopted: Marker | None, batch: int | None, own_id: str | None) -> None:
         held_lane = self._settlement.lanes[lease.lane]
@@ -158,7 +159,7 @@ class RowTakeover:
             and not held.pending
             and marker is not None
             and marker.batch == held.expected
-            and self._identity == Identity(marker.system_identifier, marker.timeline)
+            and self._identity == Identity(marker.system_identifier, marker.timeline, marker.outbox)
             and not self._session.pooled
         )
 

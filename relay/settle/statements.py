@@ -29,6 +29,9 @@ TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 
 """SQL: the timeline on which a primary writes; pg_control_checkpoint() shows it only after the next checkpoint. An
 error on a standby."""
 
+_THIS_OUTBOX: Final = "quote_ident(current_database()) || '.' || quote_ident({schema})"
+"""SQL: which of the server's outboxes this is, for markers."""
+
 LEASES: Final = "unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch)"
 """SQL for FROM: the leases that ``lease_values`` binds."""
 
@@ -153,6 +156,7 @@ def names_of(schema: str) -> dict[str, sql.Composable]:
         **{name: sql.Identifier(schema, name) for name in TABLES},
         "synchronous": sql.SQL(SYNCHRONOUS),
         "timeline": sql.SQL(TIMELINE),
+        "this_outbox": sql.SQL(_THIS_OUTBOX).format(schema=sql.Literal(schema)),
         "leases": sql.SQL(LEASES),
         "ours": sql.SQL(OURS),
         "created_at": sql.SQL(_CREATED_AT),

@@ -1,13 +1,14 @@
-"""The checks of `outbox doctor` of the consumers' tables: losses, and ids that are kept forever."""
+"""The checks of `outbox doctor` of the consumers' tables: losses, overdue calls, and ids that are kept forever."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, LiteralString, NamedTuple
 
 import psycopg
 
 from outbox._clients.checks import Check, Finding, failure, ok, warning
+from outbox.consumer.admin.status import overdue_calls, overdue_text
 from outbox.consumer.statements import statement
 
 _GROUPS: Final = """
@@ -40,6 +41,7 @@ def declared_groups(connection: psycopg.Connection[Any], schema: str) -> list[De
 
 def checks(connection: psycopg.Connection[Any], schema: str, keep_days: int) -> Iterator[Check]:
     yield Check("losses", lambda: _rows(connection, schema, _OPEN_LOSSES), _losses, GRANT)
+    yield Check("calls", lambda: overdue_calls(connection, schema), _overdue, GRANT)
     yield Check(
         "remembered ids",
         lambda: _rows(connection, schema, _WITHOUT_TIME, _MANY + 1)[0][0],
@@ -59,6 +61,16 @@ def _losses(rows: Sequence[tuple[str, str, int, bool]]) -> Iterator[Finding]:
                 f"Kafka lost messages of {count} partition{'s' if count != 1 else ''} of {topic} before the group read "
                 "them: it halts",
                 do,
+            )
+
+
+def _overdue(groups: Mapping[str, float]) -> Iterator[Finding]:
+    for group, seconds in sorted(groups.items()):
+        if (found := overdue_text(seconds)) is not None:
+            yield warning(
+                f"calls of group {group}",
+                found,
+                "start `outbox external run`, or more of them: its log says what it waits for",
             )
 
 

@@ -108,11 +108,8 @@ class GroupState:
                 found.append(f"group {self.group}: {more} standing still")
         if self.stuck:
             found.append(f"group {self.group}: {counted(self.stuck, 'call')} stuck: `outbox external list`")
-        if (self.overdue_seconds or 0) > STANDING.total_seconds():
-            minutes = int((self.overdue_seconds or 0) / 60)
-            found.append(
-                f"group {self.group}: a call has been due for {minutes} minutes: is `outbox external run` running?"
-            )
+        if (overdue := overdue_text(self.overdue_seconds or 0)) is not None:
+            found.append(f"group {self.group}: {overdue}: is `outbox external run` running?")
         if self.losses:
             losses = "1 loss" if self.losses == 1 else f"{self.losses:,} losses"
             found.append(f"group {self.group}: {losses} to accept: `outbox offsets show`")
@@ -139,6 +136,18 @@ def has_tables(connection: psycopg.Connection[Any], schema: str) -> bool:
     """
     with clear_errors("looking for the consumers' tables"):
         return connection.execute(_HAS_TABLES, (schema,)).fetchone() == (True,)
+
+
+def overdue_calls(connection: psycopg.Connection[Any], schema: str) -> Mapping[str, float]:
+    """Return for how many seconds the oldest due call of each group has waited for a caller. Raises psycopg.Error."""
+    return dict(connection.execute(statement(schema, _OVERDUE)).fetchall())
+
+
+def overdue_text(seconds: float) -> str | None:
+    """Return the problem of a group whose oldest due call has waited for so long; None if that is not long."""
+    if seconds <= STANDING.total_seconds():
+        return None
+    return f"a call has been due for {int(seconds / 60)} minutes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +184,7 @@ def read_counts(connection: psycopg.Connection[Any], schema: str) -> GroupCounts
             losses = count_losses(connection, schema)
         with visible.reading("reservations"):
             stuck = dict(connection.execute(statement(schema, _STUCK)).fetchall())
-            overdue = dict(connection.execute(statement(schema, _OVERDUE)).fetchall())
+            overdue = overdue_calls(connection, schema)
     partitions: dict[str, list[Mapping[str, Any]]] = {}
     for row in progress(connection, schema, letters="dead_letters" not in visible.hidden):
         of_group = partitions.setdefault(row["grp"], [])

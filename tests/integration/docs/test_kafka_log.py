@@ -43,7 +43,7 @@ def shown(text: str) -> list[str]:
     # What differs from run to run, or is the same in each record.
     lines = [re.sub(r'"event_ids":"[^"]+"', '"event_ids":"…"', line) for line in lines]
     return [
-        re.sub(r'"version":1,|,"(?:system_identifier|timeline|commit_lsn|writer)":("[^"]+"|\w+)', "", line)
+        re.sub(r'"version":1,|,"(?:system_identifier|timeline|commit_lsn|writer|outbox)":("[^"]+"|\w+)', "", line)
         for line in lines
     ]
 

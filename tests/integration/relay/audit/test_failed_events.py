@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
+from uuid import UUID
+
 import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline, pipeline
@@ -9,7 +12,10 @@ from spans import relay
 from support import order, wait_until
 from typer.testing import CliRunner
 
+from relay.audit.sums import minute_of, minute_start
+from relay.audit.tables import Tables
 from relay.cli.app import app
+from relay.kafka.routing import Router
 
 __all__ = ["order", "pipeline"]
 
@@ -87,6 +93,44 @@ def test_an_event_that_is_retried_behind_later_ones_of_its_key(outbox_postgres, 
         # As acknowledged, and as for its key's events around it.
         pipeline.run(f"UPDATE outbox.published SET partition = (partition + 1) % 3 WHERE event_id = '{dead}'")
         assert pipeline.differences() == [("partition", dead)] * 2
+
+
+_MANY = """
+INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, published_at,
+                              topic, partition, "offset")
+SELECT 0, n, (lpad(to_hex((extract(epoch FROM at) * 1000)::bigint), 12, '0') || '7000' || '8000'
+              || lpad(to_hex(n), 12, '0'))::uuid, 'A', 'k', 'E', at, now(), 't', 0,
+       -- Each tenth is retried when the five that follow it have gone out.
+       CASE WHEN n %% 10 = 0 THEN 10 * n + 55 ELSE 10 * n END
+  FROM (SELECT n, %s + n * interval '35 milliseconds' AS at FROM generate_series(1, 100000) AS n) AS events"""
+_EACH_RETRIED = """
+INSERT INTO outbox.audit (what, at, details)
+SELECT 'retry', created_at + interval '1 second', jsonb_build_object('overtaken', jsonb_build_array(event_id))
+  FROM outbox.published WHERE id % 10 = 0"""
+
+
+def test_ten_thousand_of_the_hundred_thousand_events_of_a_key_are_retried(outbox_postgres):
+    """One by one, each behind others. What has another cause is found as among a few."""
+    end = minute_of(dt.datetime.now(dt.UTC))
+    hour = range(end - 60, end)
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute(_MANY, (minute_start(hour.start),))
+        connection.execute(_EACH_RETRIED)
+        tables = Tables(connection, "outbox", Router({}), None, hour, b"key")
+
+        def misplaced() -> list[tuple[int, int]]:
+            with tables.snapshot():
+                found = tables.misplaced()
+            return sorted((UUID(one.event_id).int & 0xFFFFFFFF, UUID(one.before_id).int & 0xFFFFFFFF) for one in found)
+
+        assert misplaced() == []
+        connection.execute('UPDATE outbox.published SET "offset" = 77035 WHERE id = 7702')
+        # As if the retry had been committed before what follows was written.
+        connection.execute(
+            "UPDATE outbox.audit AS a SET at = a.at - interval '12 seconds' FROM outbox.published AS p "
+            "WHERE p.id = 50000 AND a.details->'overtaken' ? p.event_id::text"
+        )
+        assert misplaced() == [(7703, 7702), (50001, 50000)]
 
 
 def test_a_certificate_of_a_minute_in_which_a_dead_letter_is_retried(outbox_postgres, outbox_kafka, order, tmp_path):

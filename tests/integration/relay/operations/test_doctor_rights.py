@@ -161,7 +161,7 @@ def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgr
         given = given.model_copy(update={"database_url": roles(kind)})
         as_role = {one.about: one for one in examine(given)}
     denied = {about for about, one in as_role.items() if "this role lacks a right" in one.found}
-    assert denied == {"consumers", "losses", "remembered ids"}
+    assert denied == {"consumers", "losses", "calls", "remembered ids"}
     assert "were not compared" in as_role["tables"].found
     for about in denied:
         assert as_role[about].level is Level.WARNING

@@ -31,6 +31,7 @@ def _markers(draw: st.DrawFn) -> Marker:
         epoch=draw(_NUMBERS),
         system_identifier=draw(st.text(st.characters(codec="utf-8"), max_size=20)),
         timeline=draw(st.integers(1, 2**31)),
+        outbox=draw(st.none() | st.text(st.characters(codec="utf-8"), max_size=20)),
         positions=tuple(positions),
         event_ids=tuple(map(str, event_ids)),
     )
@@ -85,6 +86,13 @@ def test_a_marker_cut_short_is_refused(marker: Marker, data: st.DataObject) -> N
 def test_what_is_no_marker_is_refused(value: bytes | None) -> None:
     with pytest.raises(StateLost, match="is no marker"):
         Marker.decode(value)
+
+
+def test_a_marker_of_an_earlier_version_names_no_outbox() -> None:
+    marker = replace(_marker(1), outbox="db.outbox")
+    fields = orjson.loads(marker.encode())
+    assert fields.pop("outbox") == "db.outbox"
+    assert Marker.decode(orjson.dumps(fields)) == replace(marker, outbox=None)
 
 
 def test_a_later_version_is_refused_with_its_number() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,3 +80,18 @@ def test_a_broker_that_is_back_is_asked_at_once(broker):
     broker.away, broker.there = False, {"there"}
     topics.require("there")
     assert broker.clients == 2
+
+
+def test_a_failure_that_serves_for_a_second_keeps_nothing_of_the_turns_that_met_it(broker):
+    metadata = broker.topics()._metadata
+    broker.away = True
+
+    def turn() -> weakref.ref[Broker]:
+        batch = Broker()
+        with pytest.raises(KafkaException):
+            metadata.topics(1.0)
+        return weakref.ref(batch)
+
+    batches = [turn(), turn()]
+    gc.collect()
+    assert (broker.asked, [batch() for batch in batches]) == (1, [None, None])
