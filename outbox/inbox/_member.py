@@ -32,8 +32,8 @@ has stored for the group.
 | a position that Kafka no longer has         | PositionLost: recorded in ``losses``, nothing is skipped             |
 | a log that was cut before it and grew again | the same, by the leader epoch that is stored with the position       |
 | topic created again                         | TopicReplaced, at a claim and while it runs                          |
-| a partition that the group has has no leader| the others are claimed, and that one when it has: then it is known   |
-|                                             | whether its log is whole                                             |
+| a partition of a topic that the group knows | the others are claimed, and that one when it has: then it is known   |
+|   has no leader                             | whether its log is whole; one that was added begins at 0             |
 | a message always ends its session or        | after a few interruptions in a row each counts as an attempt of the  |
 |   transaction, as by transaction_timeout    | message: see below                                                   |
 | the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
@@ -240,7 +240,9 @@ class Member:
 
     def _assign(self, partition: Partition, claimed: tuple[ClaimedOffset, set[bytes]] | None) -> Assigned:
         position, keys = claimed or (None, set())
-        part = Assigned(partition, position, keys, (position or self._stored[partition]).next_offset)
+        # Of one that was added to its topic, nothing is stored before its first claim.
+        here = position or self._stored.get(partition)
+        part = Assigned(partition, position, keys, 0 if here is None else here.next_offset)
         if position is None:
             self._applier.postpone(part, _leaderless(part), f"claiming {part.name}")
         self._parts[partition] = part
@@ -255,18 +257,20 @@ class Member:
     def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
         """Claim partitions, and return their positions and the keys of their dead letters.
 
-        Without those that have no leader; all partitions of a topic that is new to the group must have one.
+        Without those that have no leader; all partitions of a topic that is new to the group must have one: any that is
+        claimed later counts as added to the topic.
         """
         topics = {topic for topic, _ in partitions}
         with self._session.transaction() as connection:
             stored = self._group.stored(connection, topics)
         self._stored |= stored
-        ids, bounds = self._admin.look(topics, stored)
+        known = {topic for topic, _ in stored}
+        ids, bounds = self._admin.look(topics, lambda partition: partition[0] in known)
         starts = {
             (topic, part): (ids[topic], at.end if self._settings.at_end else at.first)
             for (topic, part), at in bounds.items()
         }
-        if missing := [partition for partition in partitions if partition not in starts.keys() | stored.keys()]:
+        if missing := [partition for partition in partitions if partition not in starts and partition[0] not in known]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         partitions = [partition for partition in partitions if partition in starts]
         if not partitions:
@@ -284,8 +288,7 @@ class Member:
 
     def _check_positions(self, positions: Mapping[Partition, ClaimedOffset]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
-        losses = self._admin.find_losses(positions, self._stored.keys() - positions.keys())
-        if losses:
+        if losses := self._admin.find_losses(positions):
             with self._session.transaction() as connection:
                 self._group.record_losses(connection, losses)
             raise _kafka.lost(losses, positions, self._group.name)
