@@ -233,6 +233,8 @@ class Member:
                 self._applier.interrupted(error, "claiming partitions", partitions)
                 self._stopping.wait(jittered(doubled(attempt - 1, *AWAY)))
         parts = [] if claimed is None else [self._assign(partition, claimed.get(partition)) for partition in partitions]
+        if leaderless := [part for part in parts if part.position is None]:
+            self._applier.postpone(leaderless, _leaderless(leaderless), "claiming partitions")
         found = [TopicPartition(*part.partition, part.fetched) for part in parts]
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
@@ -242,10 +244,7 @@ class Member:
         position, keys = claimed or (None, set())
         # Of one that was added to its topic, nothing is stored before its first claim.
         here = position or self._stored.get(partition)
-        part = Assigned(partition, position, keys, 0 if here is None else here.next_offset)
-        if position is None:
-            self._applier.postpone(part, _leaderless(part), f"claiming {part.name}")
-        self._parts[partition] = part
+        self._parts[partition] = part = Assigned(partition, position, keys, 0 if here is None else here.next_offset)
         return part
 
     def _revoked(self, kafka: Any, revoked: Sequence[TopicPartition]) -> None:  # noqa: ARG002
@@ -299,7 +298,7 @@ class Member:
         """Apply the messages of a partition, and stop in time for the next poll."""
         while time.monotonic() >= part.due and not self._stopping.is_set():
             if part.position is None:
-                self._claim_again(part)
+                self._claim_again()
             elif part.letters_first:
                 return
             elif not part.queue:
@@ -312,18 +311,29 @@ class Member:
             if time.monotonic() >= until:
                 return
 
-    def _claim_again(self, part: Assigned) -> None:
-        """Claim a partition whose claim is lost, or in doubt, although Kafka still assigns it to this member."""
+    def _claim_again(self) -> None:
+        """Claim, together, the partitions that are due: their claims are lost or in doubt, or they had no leader.
+
+        Kafka still assigns them to this member.
+        """
+        now = time.monotonic()
+        parts = {part.partition: part for part in self._parts.values() if part.position is None and part.due <= now}
         try:
-            claimed = self._claim([part.partition])
-            if not claimed:
-                raise _leaderless(part)
-            position, keys = claimed[part.partition]
-            self._seek(part, position.next_offset)
-        except (psycopg.Error, KafkaFailed, KafkaException) as error:
-            self._applier.postpone(part, error, f"claiming {part.name} again")
+            claimed = self._claim(parts)
+        except (psycopg.Error, KafkaFailed) as error:
+            self._applier.postpone(parts.values(), error, "claiming partitions again")
             return
-        part.claimed(position, keys)
+        for partition, (position, keys) in claimed.items():
+            part = parts.pop(partition)
+            try:
+                self._seek(part, position.next_offset)
+            except KafkaException as error:
+                self._applier.postpone([part], error, f"claiming {part.name} again")
+            else:
+                part.claimed(position, keys)
+        if parts:
+            leaderless = list(parts.values())
+            self._applier.postpone(leaderless, _leaderless(leaderless), "claiming partitions again")
 
     def _seek(self, part: Assigned, offset: int) -> None:
         here = TopicPartition(*part.partition, offset)
@@ -396,5 +406,6 @@ class Member:
             self._topics_at = time.monotonic() + _TOPIC_SECONDS
 
 
-def _leaderless(part: Assigned) -> KafkaFailed:
-    return KafkaFailed(f"Kafka names no leader of {part.name}")
+def _leaderless(parts: Sequence[Assigned]) -> KafkaFailed:
+    more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+    return KafkaFailed(f"Kafka names no leader of {parts[0].name}{more}")
