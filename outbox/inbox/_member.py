@@ -81,8 +81,13 @@ _POLL_SECONDS: Final = 0.5
 _TURN_SECONDS: Final = 1.0
 _TAKEN: Final = 1_000
 _TAKEN_BYTES: Final = 8 << 20
+# Of a partition. What all may have queued together is below: a member may have hundreds of them.
 _MOST_QUEUED: Final = 5_000
 _MOST_QUEUED_BYTES: Final = 32 << 20
+_ALL_QUEUED: Final = 50_000
+_ALL_QUEUED_BYTES: Final = 128 << 20
+# A partition is read again when this part is left of what it may have queued.
+_READ_AGAIN: Final = 5
 _UPKEEP_SECONDS: Final = 1.0
 _TOPIC_SECONDS: Final = 10.0
 _HEARTBEAT_MS: Final = 3_000
@@ -178,13 +183,19 @@ class Member:
             taken, size = taken + 1, size + size_of(received)
             full = taken >= _TAKEN or size >= _TAKEN_BYTES or self._stopping.is_set()
             message = None if full else self._kafka.poll(0)
+        self._limit_queues()
+
+    def _limit_queues(self) -> None:
+        """Pause partitions with long queues: one whose messages fail must not be read into memory as a whole."""
+        count = max(len(self._parts), 1)
+        most, most_bytes = min(_MOST_QUEUED, _ALL_QUEUED // count), min(_MOST_QUEUED_BYTES, _ALL_QUEUED_BYTES // count)
         for part in self._parts.values():
-            # A partition whose messages fail must not be read into memory as a whole.
-            if not part.paused and (len(part.queue) >= _MOST_QUEUED or part.size >= _MOST_QUEUED_BYTES):
-                self._kafka.pause([TopicPartition(*part.partition)])
+            at = [TopicPartition(*part.partition)]
+            if not part.paused and (len(part.queue) >= most or part.size >= most_bytes):
+                self._kafka.pause(at)
                 part.paused = True
-            elif part.paused and len(part.queue) < _TAKEN and part.size < _TAKEN_BYTES:
-                self._kafka.resume([TopicPartition(*part.partition)])
+            elif part.paused and len(part.queue) * _READ_AGAIN <= most and part.size * _READ_AGAIN <= most_bytes:
+                self._kafka.resume(at)
                 part.paused = False
 
     def _idle_seconds(self) -> float:
