@@ -166,8 +166,8 @@ class GroupStore:
     ) -> dict[Partition, ClaimedOffset]:
         """Claim partitions, and return their positions. Earlier claims of these can't commit any more.
 
-        starts  of all partitions of the topics, except for others that the group has: the topic's id, and where a group
-                begins that is new to the topic. A partition that was added to a known topic begins at 0.
+        starts  of these partitions, and of all others of topics that are new to the group: the topic's id, and where a
+                group begins that is new to the topic. A partition that was added to a known topic begins at 0.
         """
         generation = self._next_generation(connection, strategy, None)
         topics = sorted({topic for topic, _ in starts})

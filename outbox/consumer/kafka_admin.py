@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -78,12 +78,16 @@ class KafkaAdmin:
         self._verified: dict[Partition, tuple[int, int, int | None]] = {}
 
     def look(
-        self, topics: Sequence[str], *, high_watermarks: bool = False, optional: Collection[Partition] = ()
+        self,
+        topics: Sequence[str],
+        *,
+        high_watermarks: bool = False,
+        optional: Callable[[Partition], bool] = ().__contains__,
     ) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
         """Return each topic's id and each partition's bounds for a read_committed reader.
 
         high_watermarks   fetch these too: one more request to each broker, so not on every round.
-        optional          partitions that are left out while they have no leader.
+        optional          says which partitions are left out while they have no leader.
 
         Raises TopicMissing, NotAuthorized, or ConsumerUnavailable when the brokers do not answer.
         """
@@ -96,7 +100,11 @@ class KafkaAdmin:
         return dict(snapshot.ids), dict(snapshot.bounds)
 
     def snapshot(
-        self, topics: Sequence[str], *, high_watermarks: bool = False, optional: Collection[Partition] = ()
+        self,
+        topics: Sequence[str],
+        *,
+        high_watermarks: bool = False,
+        optional: Callable[[Partition], bool] = ().__contains__,
     ) -> TopicSnapshot:
         """Do the same as ``look`` for topics that need not exist.
 
@@ -227,7 +235,9 @@ class KafkaAdmin:
         with self._ask() as seconds:
             return [one.result() for one in self._admin.describe_configs(wanted, request_timeout=seconds).values()]
 
-    def _snapshot(self, topics: Sequence[str], high_watermarks: bool, optional: Collection[Partition]) -> TopicSnapshot:
+    def _snapshot(
+        self, topics: Sequence[str], high_watermarks: bool, optional: Callable[[Partition], bool]
+    ) -> TopicSnapshot:
         described, missing = {}, []
         with self._ask() as seconds:
             for name, future in self.describe(topics, seconds).items():
@@ -241,7 +251,7 @@ class KafkaAdmin:
             (name, part.id)
             for name, topic in described.items()
             for part in topic.partitions
-            if part.leader is not None or (name, part.id) not in optional
+            if part.leader is not None or not optional((name, part.id))
         ]
         # The client is connected and authorized by now, whatever was reported before.
         self._admin.poll(0)

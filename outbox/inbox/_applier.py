@@ -235,11 +235,13 @@ class Applier:
             # The session's server may not be the primary any more.
             self._session.close()
 
-    def postpone(self, part: Assigned, error: BaseException, doing: str) -> None:
-        """Record such an error of one partition, which is retried after a pause."""
-        part.interrupted += 1
-        part.due = time.monotonic() + jittered(doubled(part.interrupted - 1, *AWAY))
-        self.interrupted(error, doing, [part.partition])
+    def postpone(self, parts: Collection[Assigned], error: BaseException, doing: str) -> None:
+        """Record such an error of some partitions, which are retried together after a pause."""
+        earlier = max(part.interrupted for part in parts)
+        due = time.monotonic() + jittered(doubled(earlier, *AWAY))
+        for part in parts:
+            part.interrupted, part.due = earlier + 1, due
+        self.interrupted(error, doing, [part.partition for part in parts])
 
     def _attempt(
         self,
@@ -484,7 +486,7 @@ class Applier:
         return committed
 
     def _wait(self, part: Assigned, error: BaseException) -> None:
-        self.postpone(part, error, f"applying {part.name}")
+        self.postpone([part], error, f"applying {part.name}")
 
     def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:
         """The next upkeep retries it: the partition's messages do not wait for that."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final
@@ -57,20 +57,18 @@ class Admin:
         self._admin = KafkaAdmin(own, seconds=_SECONDS)
 
     def look(
-        self, topics: Iterable[str], optional: Collection[Partition] = ()
+        self, topics: Iterable[str], optional: Callable[[Partition], bool] = ().__contains__
     ) -> tuple[Mapping[str, str], Mapping[Partition, OffsetBounds]]:
         """Return the id of each topic, and the bounds of all their partitions.
 
-        optional  partitions that are left out while they have no leader.
+        optional  says which partitions are left out while they have no leader.
         """
         with _failing("asked for topics and offsets"):
             return self._admin.look(sorted(topics), optional=optional)
 
-    def find_losses(
-        self, positions: Mapping[Partition, StoredOffset], optional: Collection[Partition] = ()
-    ) -> list[Loss]:
-        """Return what Kafka no longer has behind these positions. ``optional``: others, that need no leader."""
-        ids, bounds = self.look({topic for topic, _ in positions}, optional)
+    def find_losses(self, positions: Mapping[Partition, StoredOffset]) -> list[Loss]:
+        """Return what Kafka no longer has behind these positions. Other partitions need no leader."""
+        ids, bounds = self.look({topic for topic, _ in positions}, lambda partition: partition not in positions)
         if found := find_losses(positions, bounds, ids):
             return found
         with _failing("asked whether logs were cut"):

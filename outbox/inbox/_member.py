@@ -32,8 +32,8 @@ has stored for the group.
 | a position that Kafka no longer has         | PositionLost: recorded in ``losses``, nothing is skipped             |
 | a log that was cut before it and grew again | the same, by the leader epoch that is stored with the position       |
 | topic created again                         | TopicReplaced, at a claim and while it runs                          |
-| a partition that the group has has no leader| the others are claimed, and that one when it has: then it is known   |
-|                                             | whether its log is whole                                             |
+| a partition of a topic that the group knows | the others are claimed, and that one when it has: then it is known   |
+|   has no leader                             | whether its log is whole; one that was added begins at 0             |
 | a message always ends its session or        | after a few interruptions in a row each counts as an attempt of the  |
 |   transaction, as by transaction_timeout    | message: see below                                                   |
 | the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
@@ -81,8 +81,13 @@ _POLL_SECONDS: Final = 0.5
 _TURN_SECONDS: Final = 1.0
 _TAKEN: Final = 1_000
 _TAKEN_BYTES: Final = 8 << 20
+# Of a partition. What all may have queued together is below: a member may have hundreds of them.
 _MOST_QUEUED: Final = 5_000
 _MOST_QUEUED_BYTES: Final = 32 << 20
+_ALL_QUEUED: Final = 50_000
+_ALL_QUEUED_BYTES: Final = 128 << 20
+# A partition is read again when this part is left of what it may have queued.
+_READ_AGAIN: Final = 5
 _UPKEEP_SECONDS: Final = 1.0
 _TOPIC_SECONDS: Final = 10.0
 _HEARTBEAT_MS: Final = 3_000
@@ -178,13 +183,19 @@ class Member:
             taken, size = taken + 1, size + size_of(received)
             full = taken >= _TAKEN or size >= _TAKEN_BYTES or self._stopping.is_set()
             message = None if full else self._kafka.poll(0)
+        self._limit_queues()
+
+    def _limit_queues(self) -> None:
+        """Pause partitions with long queues: one whose messages fail must not be read into memory as a whole."""
+        count = max(len(self._parts), 1)
+        most, most_bytes = min(_MOST_QUEUED, _ALL_QUEUED // count), min(_MOST_QUEUED_BYTES, _ALL_QUEUED_BYTES // count)
         for part in self._parts.values():
-            # A partition whose messages fail must not be read into memory as a whole.
-            if not part.paused and (len(part.queue) >= _MOST_QUEUED or part.size >= _MOST_QUEUED_BYTES):
-                self._kafka.pause([TopicPartition(*part.partition)])
+            at = [TopicPartition(*part.partition)]
+            if not part.paused and (len(part.queue) >= most or part.size >= most_bytes):
+                self._kafka.pause(at)
                 part.paused = True
-            elif part.paused and len(part.queue) < _TAKEN and part.size < _TAKEN_BYTES:
-                self._kafka.resume([TopicPartition(*part.partition)])
+            elif part.paused and len(part.queue) * _READ_AGAIN <= most and part.size * _READ_AGAIN <= most_bytes:
+                self._kafka.resume(at)
                 part.paused = False
 
     def _idle_seconds(self) -> float:
@@ -233,6 +244,8 @@ class Member:
                 self._applier.interrupted(error, "claiming partitions", partitions)
                 self._stopping.wait(jittered(doubled(attempt - 1, *AWAY)))
         parts = [] if claimed is None else [self._assign(partition, claimed.get(partition)) for partition in partitions]
+        if leaderless := [part for part in parts if part.position is None]:
+            self._applier.postpone(leaderless, _leaderless(leaderless), "claiming partitions")
         found = [TopicPartition(*part.partition, part.fetched) for part in parts]
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
@@ -240,10 +253,9 @@ class Member:
 
     def _assign(self, partition: Partition, claimed: tuple[ClaimedOffset, set[bytes]] | None) -> Assigned:
         position, keys = claimed or (None, set())
-        part = Assigned(partition, position, keys, (position or self._stored[partition]).next_offset)
-        if position is None:
-            self._applier.postpone(part, _leaderless(part), f"claiming {part.name}")
-        self._parts[partition] = part
+        # Of one that was added to its topic, nothing is stored before its first claim.
+        here = position or self._stored.get(partition)
+        self._parts[partition] = part = Assigned(partition, position, keys, 0 if here is None else here.next_offset)
         return part
 
     def _revoked(self, kafka: Any, revoked: Sequence[TopicPartition]) -> None:  # noqa: ARG002
@@ -255,18 +267,20 @@ class Member:
     def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
         """Claim partitions, and return their positions and the keys of their dead letters.
 
-        Without those that have no leader; all partitions of a topic that is new to the group must have one.
+        Without those that have no leader; all partitions of a topic that is new to the group must have one: any that is
+        claimed later counts as added to the topic.
         """
         topics = {topic for topic, _ in partitions}
         with self._session.transaction() as connection:
             stored = self._group.stored(connection, topics)
         self._stored |= stored
-        ids, bounds = self._admin.look(topics, stored)
+        known = {topic for topic, _ in stored}
+        ids, bounds = self._admin.look(topics, lambda partition: partition[0] in known)
         starts = {
             (topic, part): (ids[topic], at.end if self._settings.at_end else at.first)
             for (topic, part), at in bounds.items()
         }
-        if missing := [partition for partition in partitions if partition not in starts.keys() | stored.keys()]:
+        if missing := [partition for partition in partitions if partition not in starts and partition[0] not in known]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         partitions = [partition for partition in partitions if partition in starts]
         if not partitions:
@@ -284,8 +298,7 @@ class Member:
 
     def _check_positions(self, positions: Mapping[Partition, ClaimedOffset]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
-        losses = self._admin.find_losses(positions, self._stored.keys() - positions.keys())
-        if losses:
+        if losses := self._admin.find_losses(positions):
             with self._session.transaction() as connection:
                 self._group.record_losses(connection, losses)
             raise _kafka.lost(losses, positions, self._group.name)
@@ -296,7 +309,7 @@ class Member:
         """Apply the messages of a partition, and stop in time for the next poll."""
         while time.monotonic() >= part.due and not self._stopping.is_set():
             if part.position is None:
-                self._claim_again(part)
+                self._claim_again()
             elif part.letters_first:
                 return
             elif not part.queue:
@@ -309,18 +322,29 @@ class Member:
             if time.monotonic() >= until:
                 return
 
-    def _claim_again(self, part: Assigned) -> None:
-        """Claim a partition whose claim is lost, or in doubt, although Kafka still assigns it to this member."""
+    def _claim_again(self) -> None:
+        """Claim, together, the partitions that are due: their claims are lost or in doubt, or they had no leader.
+
+        Kafka still assigns them to this member.
+        """
+        now = time.monotonic()
+        parts = {part.partition: part for part in self._parts.values() if part.position is None and part.due <= now}
         try:
-            claimed = self._claim([part.partition])
-            if not claimed:
-                raise _leaderless(part)
-            position, keys = claimed[part.partition]
-            self._seek(part, position.next_offset)
-        except (psycopg.Error, KafkaFailed, KafkaException) as error:
-            self._applier.postpone(part, error, f"claiming {part.name} again")
+            claimed = self._claim(parts)
+        except (psycopg.Error, KafkaFailed) as error:
+            self._applier.postpone(parts.values(), error, "claiming partitions again")
             return
-        part.claimed(position, keys)
+        for partition, (position, keys) in claimed.items():
+            part = parts.pop(partition)
+            try:
+                self._seek(part, position.next_offset)
+            except KafkaException as error:
+                self._applier.postpone([part], error, f"claiming {part.name} again")
+            else:
+                part.claimed(position, keys)
+        if parts:
+            leaderless = list(parts.values())
+            self._applier.postpone(leaderless, _leaderless(leaderless), "claiming partitions again")
 
     def _seek(self, part: Assigned, offset: int) -> None:
         here = TopicPartition(*part.partition, offset)
@@ -393,5 +417,6 @@ class Member:
             self._topics_at = time.monotonic() + _TOPIC_SECONDS
 
 
-def _leaderless(part: Assigned) -> KafkaFailed:
-    return KafkaFailed(f"Kafka names no leader of {part.name}")
+def _leaderless(parts: Sequence[Assigned]) -> KafkaFailed:
+    more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+    return KafkaFailed(f"Kafka names no leader of {parts[0].name}{more}")

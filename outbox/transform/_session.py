@@ -36,6 +36,7 @@ from outbox.transform.records import Record, dead_letter
 _logger: Final = logging.getLogger("outbox.transform")
 
 _SECONDS: Final = 30.0
+_BATCH_BYTES: Final = 16 << 20  # as in a turn of the relay
 _POLL_SECONDS: Final = 0.1
 _APART_SECONDS: Final = 60.0
 _REFUSAL_SECONDS: Final = 5.0
@@ -95,11 +96,10 @@ class Session:
         # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
         self._purge()
-        # Callbacks and tracebacks lead to this session: its clients end now, and not with them.
-        del self._consumer, self._producer
+        del self._consumer, self._producer  # callbacks and tracebacks may keep this session
 
     def _purge(self) -> None:
-        # A record that is neither delivered nor given up keeps its callback, which keeps this session and its clients.
+        # An undelivered record keeps its callback, and that this session.
         self._producer.purge()
         with suppress(KafkaException):
             self._producer.flush(_POLL_SECONDS)
@@ -123,7 +123,8 @@ class Session:
     def _read(self) -> None:
         """Read messages for one transaction. A rebalance meanwhile drops those that were read before it."""
         until: float | None = None
-        while len(self._messages) < self._progress.batch and not self._stop.is_set():
+        size = 0
+        while len(self._messages) < self._progress.batch and size < _BATCH_BYTES and not self._stop.is_set():
             message = self._consumer.poll(_POLL_SECONDS if until is None else max(until - time.monotonic(), 0.0))
             if message is not None and (error := message.error()) is not None:
                 if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
@@ -132,6 +133,7 @@ class Session:
                     self._refuse(error)
             elif message is not None:
                 self._messages.append(checked(message))
+                size += len(message.value() or b"")
                 until = until or time.monotonic() + self._plan.batch_seconds
             elif until is None or time.monotonic() >= until:
                 return

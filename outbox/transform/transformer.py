@@ -31,7 +31,8 @@ class Transformer:
     start                where a partition without a committed position begins: "earliest", "latest", or "none": an
                          error. A partition that is added later begins at its first message, also with "latest".
     dead_letter_topic    where messages go that the transform raises for; None: ``run`` raises.
-    batch, batch_seconds the most messages in a transaction, and for how long it waits for them.
+    batch, batch_seconds the most messages in a transaction, and for how long it waits for them. Beyond 16 MB of
+                         values it takes no more.
     transaction_seconds  after which the coordinator aborts a transaction whose member is gone. Readers wait there for
                          as long, so it is short; a batch has to be done within it.
     """

@@ -421,7 +421,7 @@ class Runner:
         optional  partitions that are left out while they have no leader.
         """
         try:
-            ids, bounds = self._kafka.look(self._job.topics, optional=optional)
+            ids, bounds = self._kafka.look(self._job.topics, optional=optional.__contains__)
         except TopicMissing as error:
             with self._recorded(generation):
                 halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)

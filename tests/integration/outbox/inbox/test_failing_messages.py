@@ -299,6 +299,33 @@ def test_what_waits_behind_a_failure_is_not_read_into_memory(log, monkeypatch):
     log.check()
 
 
+def test_many_partitions_share_what_a_member_may_read_into_memory(outbox_postgres, outbox_kafka, monkeypatch):
+    log = Log(outbox_postgres, outbox_kafka, 16)
+    paused: dict[int, int] = {}
+
+    class Pausing(KafkaConsumer):
+        def pause(self, partitions):
+            paused.setdefault(partitions[0].partition, self.position(partitions)[0].offset)
+            super().pause(partitions)
+
+    monkeypatch.setattr(_member.confluent_kafka, "Consumer", Pausing)
+    monkeypatch.setattr(_member, "_TAKEN", 20)
+    monkeypatch.setattr(_member, "_ALL_QUEUED", 160)
+    for partition in range(16):
+        log.produce([f"k{partition}-{number % 50}" for number in range(200)], partition=partition)
+
+    def handle(connection, message):
+        if len(paused) < 16:
+            raise ValueError("not yet")
+        apply(connection, message)
+
+    with log.consuming(handle, attempts=1_000_000, wait=(0.1, 0.5)) as running:
+        running.wait(lambda: log.count() >= 16 * 200, "the effects")
+    assert min(paused.values()) >= 10
+    assert max(paused.values()) <= 10 + 20
+    log.check()
+
+
 def test_a_handler_can_not_commit(log):
     log.produce(keys(5))
     with log.consuming(lambda connection, message: connection.commit(), attempts=1) as running:

@@ -93,6 +93,29 @@ def test_markers_are_passed_beside_the_messages_of_other_partitions(outbox_kafka
             wait_until(lambda: place.positions()[0].offset >= 11, 60, "the messages")
 
 
+def test_a_transaction_of_large_messages_has_fewer(place, monkeypatch):
+    """Else five hundred of them, and what they become, would be in memory."""
+    counts = [0]
+
+    class Counting(Producer):
+        def produce(self, *given, **more):
+            counts[-1] += 1
+            super().produce(*given, **more)
+
+        def commit_transaction(self, *given):
+            super().commit_transaction(*given)
+            counts.append(0)
+
+    monkeypatch.setattr(_session, "Producer", Counting)
+    monkeypatch.setattr(_session, "_BATCH_BYTES", 60)
+    place.feed(range(100, 200))
+    member = place.member(copied(place))
+    with running(member):
+        wait_until(lambda: member.committed == 100, 60, "all")
+    # Of 10 bytes each.
+    assert (sum(counts), max(counts)) == (100, 6)
+
+
 @pytest.fixture
 def producers(monkeypatch) -> list[dict[str, Any]]:
     """The options of the producers that were made."""
