@@ -349,10 +349,7 @@ class Applier:
         self._letters.delete(connection, [letter.id])
 
     def _why_behind(self, connection: psycopg.Connection[Any], message: RetriedMessage) -> RejectedRecord:
-        """Return why a dead letter waits: behind another, unless it would fail itself, as one that is too old.
-
-        So an operator sees all of a key that are, and decides once.
-        """
+        """Return why a dead letter waits: behind another, or too old itself, so that an operator sees all of a key."""
         try:
             id_ = self._id(message)
             if id_ is not None:

@@ -73,8 +73,7 @@ class Session:
         # From the assignment: messages read under it are committed under it, or refused.
         self._membership: Any = None
         self._committed: dict[Partition, TopicPartition] = {}
-        # Partitions that had no leader when their positions were checked.
-        self._unchecked: set[Partition] = set()
+        self._unchecked: set[Partition] = set()  # had no leader when their positions were checked
         # How far partitions were read where that is beyond the messages.
         self._ends: dict[Partition, int] = {}
         self._aborted = 0
@@ -202,9 +201,8 @@ class Session:
     def _beginning(self, position: TopicPartition) -> TopicPartition:
         """Return where a partition without a position begins. Raises InputLost if there is to be one.
 
-        With "latest" that is the end for the partitions that the topic had when the group came to it. One that was
-        added later is read from its beginning, whenever it is discovered: its messages are later ones, too. How many
-        there were stands in the metadata of each of the group's positions in the topic.
+        With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
+        stands in the metadata of each of its positions. One that was added later is read from its beginning.
         """
         if self._plan.start == "none":
             raise InputLost(f"group {self._plan.group!r} has no position in {position.topic}-{position.partition}")

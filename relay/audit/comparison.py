@@ -279,11 +279,10 @@ class _Comparison:
                 one.state = EXPIRED
             elif here is not None and not (here.complete and here.wholes == wholes.get(window, NOTHING)):
                 one.state = DIFFERENT
-        differ = unlike(known, written, self._scope.former)
-        self.settled = known.keys() - differ
-        for window in differ:
+        for window in (differ := unlike(known, written, self._scope.former)):
             if found[window].state != EXPIRED:
                 found[window].state = DIFFERENT
+        self.settled = known.keys() - differ
         return found
 
     def _compare_groups(

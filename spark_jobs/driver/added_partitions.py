@@ -93,7 +93,7 @@ class AddedPartitions:
         if not any(at in bounds and bounds[at].end < end for ends in last for at, end in ends.items()):
             return noted
         # What lies behind an open transaction will be there to be read.
-        _, now = self._kafka.look(self._topics, high_watermarks=True, optional=stored)
+        _, now = self._kafka.look(self._topics, high_watermarks=True, optional=stored.__contains__)
         tops = {at: there.high_watermark or there.end for at, there in now.items()}
 
         def lowered(ends: Mapping[Partition, int]) -> dict[Partition, int]:
@@ -128,7 +128,7 @@ class AddedPartitions:
                 if later is None:
                     # The ends after the partition was seen with messages. High watermarks, because messages of open
                     # transactions came before these, too.
-                    _, looked = self._kafka.look(self._topics, high_watermarks=True, optional=stored)
+                    _, looked = self._kafka.look(self._topics, high_watermarks=True, optional=stored.__contains__)
                     later = {at: there.high_watermark or there.end for at, there in looked.items()}
                 before = here.before
                 if not unreached(before, stored):

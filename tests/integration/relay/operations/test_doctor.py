@@ -88,7 +88,6 @@ def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
     assert findings["status"][0] is Level.WARNING
 
 
-<<<<<<< HEAD
 def test_scheduled_events_whose_ids_are_forgotten_when_they_are_due(outbox_postgres, outbox_kafka):
     given = settings(outbox_postgres, outbox_kafka, consumer={"keep_days": 3})
     outbox, days = Outbox(), [dt.timedelta(days=number) for number in range(6)]
@@ -104,7 +103,8 @@ def test_scheduled_events_whose_ids_are_forgotten_when_they_are_due(outbox_postg
         assert finding.level is Level.WARNING
         assert finding.found.startswith("2 of the next 10,000 are due more than 3 days after")
         assert "scheduled events" not in in_postgres(settings(outbox_postgres, outbox_kafka))
-=======
+
+
 def test_calls_that_nobody_makes(outbox_postgres, outbox_kafka):
     """The longest wait of a group is named, as `outbox status` and the metric do; not what waits for its turn."""
     given = settings(outbox_postgres, outbox_kafka)
@@ -123,7 +123,6 @@ def test_calls_that_nobody_makes(outbox_postgres, outbox_kafka):
     findings = found(given)
     for group, minutes in {"g": 12, "other": 20}.items():
         assert findings[f"calls of group {group}"] == (Level.WARNING, f"a call has been due for {minutes} minutes")
->>>>>>> w-ops
 
 
 EVENTS = (
