@@ -6,6 +6,7 @@ The transformer makes a record of it that says so. A message that says nothing t
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import signal
@@ -33,7 +34,8 @@ WITH batch AS (SELECT %(id)s::uuid AS message_id, %(topic)s::text AS message_top
 
 
 def main() -> None:
-    """Consume until SIGTERM."""
+    """Consume until SIGTERM; print what all threads are doing at SIGUSR1."""
+    faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given: dict[str, Any] = json.loads(sys.argv[2])
     if (mutation := given.pop("mutation")) != "none":

@@ -137,13 +137,15 @@ def run(
     say: Callable[[str], None] = print,
     mutation: str = "none",
     observer: Observer = lambda *_: nullcontext(),
+    *,
+    keep: bool = False,
 ) -> Result:
-    """Carry a course out, in a folder for the relays' logs, which is removed again when all is well."""
+    """Carry a course out, in a folder for the logs, which is removed again when all is well, except with ``keep``."""
     folder.mkdir(parents=True, exist_ok=True)
     say(str(course))
     with ExitStack() as opened:
         result = _Run(course, site, folder, opened, mutation, observer).carry_out()
-    if result.sound and mutation == "none":
+    if result.sound and mutation == "none" and not keep:
         shutil.rmtree(folder)
     return result
 
