@@ -8,7 +8,7 @@ import pytest
 from invariants import Invariant
 from takeover_support import Place, Worker
 
-from relay.core.ports import Failed, LaneLost
+from relay.core.ports import Failed, LaneLost, Unconfirmed
 
 _ROUNDS = 40
 
@@ -31,10 +31,13 @@ def work(worker: Worker) -> None:
             return
         fetched = worker.source.fetch({lease.lane: 20 for lease in worker.leases})
         failed = dict(fetched.failed)
-        sent = worker.publisher.publish(fetched.batches) if fetched.batches else None
+        confirm = worker.source.confirm if fetched.unconfirmed else None
+        sent = worker.publisher.publish(fetched.batches, confirm) if fetched.batches else None
         if sent is not None:
-            failed |= worker.source.settle(sent.receipts)
-            failed |= worker.source.flush(list(sent.receipts))
+            receipts = {} if isinstance(sent, Unconfirmed) else sent.receipts
+            failed |= sent.lanes if isinstance(sent, Unconfirmed) else {}
+            failed |= worker.source.settle(receipts)
+            failed |= worker.source.flush(list(receipts))
             if isinstance(sent, Failed) or sent.publisher_unusable:
                 worker.publisher.close()
                 worker.publisher = worker.new_publisher()

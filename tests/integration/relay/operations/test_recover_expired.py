@@ -26,7 +26,7 @@ def test_what_retention_has_deleted_is_not_put_back(restored):
     columns, first = ', lane, id, created_at, topic, partition, "offset"', [9_000, 10_000, 8_000]
     options = {"bootstrap.servers": restored.kafka.bootstrap_servers, "queue.buffering.max.messages": 300_000}
     producer, admin = Producer(options), AdminClient(options)
-    for number in range(30_000):
+    for number in range(33_000):
         producer.produce(topic, partition=number % 3)
     assert producer.flush(60) == 0
     restored.run(
