@@ -190,12 +190,11 @@ class Member:
         count = max(len(self._parts), 1)
         most, most_bytes = min(_MOST_QUEUED, _ALL_QUEUED // count), min(_MOST_QUEUED_BYTES, _ALL_QUEUED_BYTES // count)
         for part in self._parts.values():
-            at = [TopicPartition(*part.partition)]
             if not part.paused and (len(part.queue) >= most or part.size >= most_bytes):
-                self._kafka.pause(at)
+                self._kafka.pause([TopicPartition(*part.partition)])
                 part.paused = True
             elif part.paused and len(part.queue) * _READ_AGAIN <= most and part.size * _READ_AGAIN <= most_bytes:
-                self._kafka.resume(at)
+                self._kafka.resume([TopicPartition(*part.partition)])
                 part.paused = False
 
     def _idle_seconds(self) -> float:

@@ -95,10 +95,10 @@ class Session:
         # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
         self._purge()
-        del self._consumer, self._producer  # callbacks and tracebacks may keep this session
+        del self._consumer, self._producer  # they end now, although callbacks and tracebacks may keep this session
 
     def _purge(self) -> None:
-        # An undelivered record keeps its callback, and that this session.
+        # The callback of an undelivered record would keep this session and its clients.
         self._producer.purge()
         with suppress(KafkaException):
             self._producer.flush(_POLL_SECONDS)

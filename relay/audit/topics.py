@@ -121,7 +121,7 @@ class Topics:
 
         Raises Unavailable.
         """
-        return first_times(self._options, starts, group=_GROUP)
+        return first_times(self._options, self._offsets, starts, group=_GROUP)
 
     def sums(
         self, extents: Mapping[Partition, Extent], minutes: range, *, contents: bool

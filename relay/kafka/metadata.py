@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
@@ -17,10 +17,14 @@ _SHARED_SECONDS: Final = 1.0
 
 
 class SharedMetadata:
-    """The metadata of all topics, and settings of some. An answer or a failure serves for a second. Not thread-safe."""
+    """The metadata of all topics, and settings of some. An answer or a failure serves for a second. Not thread-safe.
 
-    def __init__(self, admin: Admin, clock: Callable[[], float]) -> None:
-        self._admin = admin
+    admin  the client that asks; another one after each failure.
+    """
+
+    def __init__(self, options: Mapping[str, Any], clock: Callable[[], float]) -> None:
+        self.admin = Admin(options)
+        self._options = options
         self._clock = clock
         self._asked_at = self._until = 0.0
         self._answer: ClusterMetadata | KafkaError | None = None
@@ -39,11 +43,13 @@ class SharedMetadata:
             self._asked_at = self._clock()
             try:
                 # All topics, not only those that matter: a request by name could make the broker create one.
-                with self._admin.explaining():
-                    self._answer = self._admin.list_topics(timeout=seconds)
+                with self.admin.explaining():
+                    self._answer = self.admin.list_topics(timeout=seconds)
             except KafkaException as error:
                 # Not the exception: its traceback would keep all that its callers have.
                 self._answer = error.args[0]
+                # A client reads its certificates once; by now they may be renewed.
+                self.admin = Admin(self._options)
             self._until = self._clock() + _SHARED_SECONDS
         if isinstance(self._answer, KafkaError):
             raise KafkaException(self._answer)
@@ -54,7 +60,7 @@ class SharedMetadata:
         if topic not in self._min_in_sync:
             wanted = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in {topic, *others}}
             try:
-                answers = self._admin.describe_configs(list(wanted.values()), request_timeout=seconds)
+                answers = self.admin.describe_configs(list(wanted.values()), request_timeout=seconds)
             except KafkaException:
                 answers = {}
             for name, resource in wanted.items():

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
-from confluent_kafka import KafkaException
 
-from outbox._clients.kafka_client import Admin
 from relay.kafka.client import unavailable_on_kafka_error
+from relay.kafka.metadata import SharedMetadata
 
 log = structlog.get_logger("relay")
 
@@ -57,8 +56,7 @@ class PartitionCounts:
         may_write: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._options = options
-        self._admin = Admin(options)
+        self._metadata = SharedMetadata(options, clock)
         self._may_write = may_write
         self._clock = clock
         self._known: dict[str, int] = {}
@@ -66,15 +64,9 @@ class PartitionCounts:
 
     def look(self) -> None:
         """Compare the topics' partitions with those of the look before. Raises BrokerUnavailable."""
+        self._metadata.forget()
         with unavailable_on_kafka_error("counting partitions"):
-            try:
-                with self._admin.explaining():
-                    # All topics: a request by name could make the broker create one.
-                    found = self._admin.list_topics(timeout=_METADATA_SECONDS).topics
-            except KafkaException:
-                # A client reads its certificates once; by now they may be renewed.
-                self._admin = Admin(self._options)
-                raise
+            found = self._metadata.topics(_METADATA_SECONDS).topics
         # A topic that is gone may be created again, with any number.
         self._known = {topic: count for topic, count in self._known.items() if topic in found}
         grown = {topic: change for topic, change in self._grown.items() if topic in found}

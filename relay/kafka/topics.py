@@ -36,7 +36,6 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
-from outbox._clients.kafka_client import Admin
 from relay.core.ports import BrokerUnavailable, Kind, TopicUnusable
 from relay.kafka.client import create_topic, partitions_text, text_of
 from relay.kafka.metadata import SharedMetadata
@@ -103,10 +102,9 @@ class Topics:
         clock: Callable[[], float] = time.monotonic,
         held: Callable[[], AbstractSet[str]] = frozenset,
     ) -> None:
-        self._options = options
-        self._clock = clock
-        self._connect()
+        self._metadata = SharedMetadata(options, clock)
         self._create = create
+        self._clock = clock
         self._held = held
         self._partitions = partitions
         self._replication = replication
@@ -142,8 +140,7 @@ class Topics:
                 since = float("-inf") if state is None else state.again_at
                 names = set(self._metadata.topics(_METADATA_SECONDS, since).topics)
             except KafkaException as error:
-                # A client reads its certificates once; by now they may be renewed.
-                self._connect()
+                self._metadata.forget()
                 raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
             self._known = frozenset(names)
             if topic not in names:
@@ -234,7 +231,7 @@ class Topics:
         """
         if not topics:
             return []
-        described = self._admin.describe_topics(
+        described = self._metadata.admin.describe_topics(
             TopicCollection(sorted(topics)), include_authorized_operations=True, request_timeout=_METADATA_SECONDS
         )
         found = []
@@ -256,10 +253,6 @@ class Topics:
         with self._lock:
             self._known = frozenset()
             self._metadata.forget()
-
-    def _connect(self) -> None:
-        self._admin = Admin(self._options)
-        self._metadata = SharedMetadata(self._admin, self._clock)
 
     def _waits(self, topic: str, state: _Unusable) -> bool:
         """Return whether it is too early, or useless, to try the topic."""
@@ -337,7 +330,7 @@ class Topics:
     def _create_topic(self, topic: str) -> None:
         new = NewTopic(topic, num_partitions=self._partitions, replication_factor=self._replication)
         try:
-            create_topic(self._admin, new, _METADATA_SECONDS)
+            create_topic(self._metadata.admin, new, _METADATA_SECONDS)
         except KafkaException as error:
             code = error.args[0].code()
             if code in {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}:

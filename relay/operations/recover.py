@@ -351,7 +351,7 @@ class Recovery(Reconciler):
         with unavailable_on_kafka_error("looking where topics begin"):
             offsets = Offsets(self._client)
             low = offsets.low(offsets.partitions(topics))
-        times = first_times(self._client, {place: offset for place, offset in low.items() if offset})
+        times = first_times(self._client, offsets, {place: offset for place, offset in low.items() if offset})
         now, retention = time.time(), cache(KafkaAdmin(self._client).retention_seconds)
         left: dict[Partition, tuple[int, float]] = {}
         for place, offset in low.items():

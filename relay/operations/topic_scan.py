@@ -98,11 +98,11 @@ def record_at(options: Mapping[str, str], place: Partition, offset: int, seconds
 
 
 def first_times(
-    options: Mapping[str, str], starts: Mapping[Partition, int], *, group: str = "outbox-reconcile"
+    options: Mapping[str, str], offsets: Offsets, starts: Mapping[Partition, int], *, group: str = "outbox-reconcile"
 ) -> dict[Partition, int]:
     """Return the time of each partition's first committed record from an offset on, in milliseconds, if there is one.
 
-    Raises Unavailable.
+    offsets  asks the same brokers. Raises Unavailable.
     """
     found: dict[Partition, int] = {}
 
@@ -110,7 +110,7 @@ def first_times(
         found.setdefault(place, message.timestamp()[1])
 
     with unavailable_on_kafka_error("looking for the first records"):
-        stable = Offsets(options).stable(starts)
+        stable = offsets.stable(starts)
         there = {place: start for place, start in starts.items() if start < stable[place]}
         ends = {place: start + 1 for place, start in there.items()}
         for _ in read(options, there, ends, note, isolation="read_committed", group=group):

@@ -124,7 +124,7 @@ class MissingTopics:
         self._schema = settings.db_schema
         self._router = build_router(settings)
         self._servers = settings.require_kafka()
-        self._metadata = SharedMetadata(Admin(client_options(settings)), time.monotonic)
+        self._metadata = SharedMetadata(client_options(settings), time.monotonic)
 
     def look(self, connection: psycopg.Connection[Any]) -> list[str]:
         """Return the missing topics of the first events of each lane.

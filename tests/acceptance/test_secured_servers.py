@@ -352,12 +352,12 @@ def shown(servers) -> dict[tuple[str, str], str]:
         return "no error"
 
     refused = [(client, wrong) for client in CLIENTS for wrong in WRONG]
-    told = [(client, "rights") for client in NO_RIGHTS]
+    without_rights = [(client, "rights") for client in NO_RIGHTS]
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(refused)) as pool:
         limit(patch)
         texts = [*pool.map(text, *zip(*refused, strict=True))]
-        texts += pool.map(text, *zip(*told, strict=True))
-    return dict(zip(refused + told, texts, strict=True))
+        texts += pool.map(text, *zip(*without_rights, strict=True))
+    return dict(zip(refused + without_rights, texts, strict=True))
 
 
 def test_a_relay_logs_why_it_waits_until_its_certificates_are_renewed(servers, outbox_relay, request, tmp_path):

@@ -420,7 +420,7 @@ def outboxed(outbox_postgres, monkeypatch) -> Iterator[Callable[..., Outboxed]]:
 both = pytest.mark.parametrize("once", [False, True], ids=["at-least-once", "exactly-once"])
 
 
-def told(box: Outboxed) -> int:
+def confirmed_flush(box: Outboxed) -> int:
     """Up to where the server may forget the WAL."""
     query = "SELECT (confirmed_flush_lsn - '0/0'::pg_lsn)::bigint FROM pg_replication_slots WHERE slot_name = %s"
     return int(box.rows(query, box.names.slot)[0][0])

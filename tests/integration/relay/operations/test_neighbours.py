@@ -76,7 +76,7 @@ def test_a_neighbour_on_the_same_server_keeps_its_markers(outbox, neighbour, out
 
 
 def test_whose_marker_it_is():
-    """A marker of an earlier version names no outbox, and is told by its server only."""
+    """A marker of an earlier version names no outbox, and is recognized by its server only."""
     mine = Marker(5, 1, "7", 1, outbox="db.outbox")
     lane = Lane(None, "7", 1, "db.outbox", 0, None, exactly_once=False)
     for marker, another in (

@@ -7,7 +7,7 @@ import random
 import psycopg
 import pytest
 from standby import Standby, needs_failover_slots
-from stream_bench import Killed, Outboxed, both, now_at, outboxed, told
+from stream_bench import Killed, Outboxed, both, confirmed_flush, now_at, outboxed
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
@@ -90,7 +90,7 @@ class RandomHistory:
         # A relay that was started a moment ago reads much of the stream again: up to here, all of it is done with.
         end = now_at(box)
         box.cdc._slot.heartbeat(0)
-        box.until(lambda: told(box) >= end, "the stream to be read to its end")
+        box.until(lambda: confirmed_flush(box) >= end, "the stream to be read to its end")
         box.turns(5)
         assert backlog(box.url) == 0
         for key in self.KEYS:

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from stream_bench import Outboxed, Producer, both, now_at, outboxed, told
+from stream_bench import Outboxed, Producer, both, confirmed_flush, now_at, outboxed
 from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
@@ -209,7 +209,7 @@ def test_a_lane_that_can_not_be_taken_over_does_not_hold_up_the_others(outboxed,
     settled = now_at(box)
     box.until(lambda: box.rows("SELECT count(*) FROM outbox.events WHERE lane = 1") == [(0,)], "them to be settled")
     box.add(f"{quick}end")
-    box.until(lambda: told(box) >= settled, "the server to be told")
+    box.until(lambda: confirmed_flush(box) >= settled, "the slot to move on")
     assert len(box.kafka.names(slow)) in ({3} if streamed and once else {0, 3})
     assert (box.streaming(0), box.streaming(1)) == (False, True)
     assert box.held_back() < 20

@@ -9,7 +9,7 @@ import secrets
 
 import psycopg
 import pytest
-from stream_bench import SKIP, both, noted, now_at, outboxed, told
+from stream_bench import SKIP, both, confirmed_flush, noted, now_at, outboxed
 from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
@@ -270,5 +270,5 @@ def test_messages_of_others_stop_nothing_and_the_slot_goes_past_them(outboxed):
     box.published("a1")
     end = now_at(box)
     box.cdc._slot.heartbeat(0)
-    box.until(lambda: told(box) >= end, "the slot to move on")
+    box.until(lambda: confirmed_flush(box) >= end, "the slot to move on")
     box.nothing_left()

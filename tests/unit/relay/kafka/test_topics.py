@@ -47,7 +47,7 @@ class Broker:
 @pytest.fixture
 def broker(monkeypatch) -> Broker:
     made = Broker()
-    monkeypatch.setattr("relay.kafka.topics.Admin", made.connect)
+    monkeypatch.setattr("relay.kafka.metadata.Admin", made.connect)
     return made
 
 
