@@ -4,15 +4,15 @@
 |--------------------------------------------------|---------------------------------------------------------------|
 | of a day that has a partition                    | with the partition: the day is older than keep_days, and none |
 |                                                  | of its rows was seen within keep_days                         |
-| of another day (the default partition)           | by group and day, under the same two conditions               |
+| of another day (the default partition)           | by group and day, under the same two conditions, in steps     |
 | of ids without a time (counted as 1970-01-01)    | never                                                         |
 
 keep_days count back from today, or from the newest day that has ids, whichever is earlier: else all ids would be
 forgotten while the database's clock is ahead, and of what comes again later, some would be new, and some too old.
 
-The transaction that forgets ids also raises ``forgotten_before`` of the groups that had such rows, and of no others: a
-group that reads an old topic for the first time has forgotten nothing. A task reads it after inserting its ids, so a
-message whose id may have been forgotten becomes a dead letter instead of being applied twice.
+The transaction that forgets ids, or one before it, raises ``forgotten_before`` of the groups that had such rows, and of
+no others: a group that reads an old topic for the first time has forgotten nothing. A task reads it after inserting its
+ids, so a message whose id may have been forgotten becomes a dead letter instead of being applied twice.
 
 Creating and dropping partitions needs locks that conflict with those of tasks, so they time out quickly and are tried
 again later. A role that does not own the tables can't create or drop any; the rows then go to the default partition,
@@ -31,6 +31,7 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import errors, sql
 
+from outbox._clients import blocks
 from outbox._clients.errors import first_line
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerUnavailable
@@ -89,15 +90,24 @@ SELECT g.grp, d.day FROM {groups} AS g CROSS JOIN LATERAL (
        SELECT p.day FROM {processed_messages_default} AS p
         WHERE p.grp = g.grp AND p.day > %(no_time)s AND p.day < %(horizon)s
         GROUP BY p.day HAVING max(p.seen_at) < now() - make_interval(days => %(keep_days)s)) AS d"""
+# Returns also the steps through the table's blocks that have such rows.
 _FORGET_STRAY: Final = """
 WITH old AS MATERIALIZED ({stray}),
-gone AS (
-    DELETE FROM {processed_messages_default} AS p USING old
-     WHERE p.grp = old.grp AND p.day = old.day RETURNING p.grp, p.day),
 raised AS (
     UPDATE {groups} AS g SET forgotten_before = greatest(g.forgotten_before, x.day + 1)
-      FROM (SELECT grp, max(day) AS day FROM gone GROUP BY grp) AS x WHERE x.grp = g.grp)
-SELECT count(*) FROM gone"""
+      FROM (SELECT grp, max(day) AS day FROM old GROUP BY grp) AS x WHERE x.grp = g.grp)
+SELECT array_agg(grp), array_agg(day), ARRAY(
+       SELECT DISTINCT (p.ctid::text::point)[0]::bigint / {step}
+         FROM old JOIN {processed_messages_default} AS p ON p.grp = old.grp AND p.day = old.day ORDER BY 1)
+  FROM old"""
+# A task that had read ``forgotten_before`` earlier may have added ids of that day meanwhile. MATERIALIZED: by the index
+# on days each step would pass over what those before it have deleted.
+_DELETE_STRAY: Final = """
+WITH step AS MATERIALIZED (
+    SELECT ctid AS place, grp, day FROM {processed_messages_default}
+     WHERE {in_step} AND seen_at < now() - make_interval(days => %(keep_days)s))
+DELETE FROM {processed_messages_default} WHERE ctid = ANY(ARRAY(
+    SELECT place FROM step JOIN unnest(%(groups)s::text[], %(days)s::date[]) AS old (grp, day) USING (grp, day)))"""
 
 _DEFAULT_HOLDS: Final = """
 SELECT EXISTS (SELECT FROM {groups} AS g CROSS JOIN LATERAL (
@@ -191,7 +201,8 @@ class IdRetention:
                 if isinstance(error, errors.InsufficientPrivilege) or len(failures) == _MOST_HELD:
                     break
         try:
-            deleted = self._delete_stray(horizon)
+            for rows in self._delete_stray(horizon):
+                deleted += rows
         except _FAILURES as error:
             failures.append(error)
         return RetentionResult(dropped=tuple(dropped), deleted_rows=deleted, **_why(failures))
@@ -312,12 +323,21 @@ class IdRetention:
             self._run(connection, _DROP, partition=partition)
         return True
 
-    def _delete_stray(self, horizon: dt.date) -> int:
+    def _delete_stray(self, horizon: dt.date) -> Iterator[int]:
+        """Delete old rows of the default partition in steps, and yield how many each of them had."""
         values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
         with self._giving_way() as (connection, locked):
             if not locked:
-                return 0
-            return int(self._value(connection, _FORGET_STRAY, values, stray=statement(self._schema, STRAY)))
+                return
+            names = {"stray": statement(self._schema, STRAY), "step": sql.Literal(blocks.STEP)}
+            [(groups, days, numbers)] = self._run(connection, _FORGET_STRAY, values, **names)
+        for number in numbers:
+            with self._giving_way() as (connection, locked):
+                if not locked:
+                    return
+                old = values | {"groups": groups, "days": days}
+                deleted = self._run(connection, _DELETE_STRAY, old, in_step=blocks.in_step(number)).rowcount
+            yield deleted
 
     @contextmanager
     def _giving_way(self) -> Iterator[tuple[psycopg.Connection[Any], bool]]:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import datetime as dt
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import errors, sql
 
+from outbox._clients import blocks
 from outbox._clients.errors import first_line
 from outbox.errors import OperationRefused, TablesInUse
 from relay.audit.sums import MODULUS, event_minute, halves, total
@@ -99,22 +100,19 @@ _OFF: Final = (
 
 # How long ago the oldest of the old rows should have been deleted: with an id of long ago a row is old from the first.
 _OVERDUE: Final = """
-SELECT extract(epoch FROM now() - min(greatest(to_timestamp(minute * 60), written_at))) / 86400 - %(days)s
-  FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"""
+SELECT cut, (SELECT extract(epoch FROM cut - min(greatest(to_timestamp(minute * 60), written_at))) / 86400
+               FROM {ledger} WHERE minute < extract(epoch FROM cut) / 60)
+  FROM (SELECT now() - make_interval(days => %(days)s)) AS r (cut)"""
 
-_OLD: Final = "DELETE FROM {ledger} WHERE minute < extract(epoch FROM now() - make_interval(days => %(days)s)) / 60"
+_SINCE: Final = "UPDATE {ledger_state} SET since = greatest(since, %(cut)s)"
 
-_SINCE: Final = "UPDATE {ledger_state} SET since = greatest(since, now() - make_interval(days => %(days)s))"
+_OLD: Final = "DELETE FROM {ledger} WHERE {in_step} AND minute < extract(epoch FROM %(cut)s) / 60"
 
 _ADD_UP: Final = """
 WITH many AS (
-    SELECT aggregate_type, minute FROM {ledger} WHERE written_at < now() - interval '10 minutes'
-     GROUP BY 1, 2 HAVING count(*) > 1),
-gone AS (
-    DELETE FROM {ledger} AS l USING many
-     WHERE l.aggregate_type = many.aggregate_type AND l.minute = many.minute
-       AND l.written_at < now() - interval '10 minutes'
-    RETURNING l.*)
+    SELECT ctid AS place, count(*) OVER (PARTITION BY aggregate_type, minute) AS rows
+      FROM {ledger} WHERE {in_step} AND written_at < now() - interval '10 minutes'),
+gone AS (DELETE FROM {ledger} WHERE ctid = ANY(ARRAY(SELECT place FROM many WHERE rows > 1)) RETURNING *)
 INSERT INTO {ledger} (aggregate_type, minute, events, hashes, written_at)
 SELECT aggregate_type, minute, sum(events), mod(sum(hashes), {modulus}), max(written_at) FROM gone GROUP BY 1, 2"""
 
@@ -192,21 +190,30 @@ def turn_off(connection: psycopg.Connection[Any], schema: str, reason: str | Non
 def prune(connection: psycopg.Connection[Any], schema: str, days: int, *, force: bool = False) -> bool:
     """Add up the rows of one minute, and delete those of more than ``days`` ago, but none of the last week.
 
+    In steps, each in its own transaction, as ``connection`` is in autocommit: what an error leaves is done by the next
+    run, and so is what is left of a minute whose rows are in two steps.
+
     Returns whether the ledger is on. Without ``force``, raises OperationRefused when these expired too long ago, as for
     the archive; the rows of one minute are added up all the same. Raises Unavailable and SchemaError.
     """
     names = _names(schema, connection)
-    bound = {"days": max(days, _LEAST_DAYS)}
-    with unavailable_on_error("adding up the ledger"), connection.transaction():
+
+    def in_steps(query: LiteralString, bound: Mapping[str, object] | None = None) -> None:
+        for in_step in blocks.steps(connection, sql.Identifier(schema, "ledger")):
+            connection.execute(sql.SQL(query).format(**names, in_step=in_step), bound)
+
+    with unavailable_on_error("adding up the ledger"):
         if not _exists(connection, schema):
             return False
-        ((overdue,),) = connection.execute(sql.SQL(_OVERDUE).format(**names), bound).fetchall()
+        bound = {"days": max(days, _LEAST_DAYS)}
+        ((cut, overdue),) = connection.execute(sql.SQL(_OVERDUE).format(**names), bound).fetchall()
         held_back = overdue is not None and overdue > MOST_OVERDUE_DAYS and not force
         # What has no old rows is complete since then as before.
         if overdue is not None and not held_back:
-            connection.execute(sql.SQL(_OLD).format(**names), bound)
-            connection.execute(sql.SQL(_SINCE).format(**names), bound)
-        connection.execute(sql.SQL(_ADD_UP).format(**names))
+            # First: while rows are deleted, it is not complete.
+            connection.execute(sql.SQL(_SINCE).format(**names), {"cut": cut})
+            in_steps(_OLD, {"cut": cut})
+        in_steps(_ADD_UP)
     if held_back:
         raise OperationRefused(
             f"the ledger is kept: the first of its old rows should have been deleted {overdue:.0f} days ago. Either "

@@ -4,7 +4,11 @@ Relays and `outbox db prune` do the same work under one advisory lock, so that i
 partition go to the default one: publishing does not depend on maintenance. Creating and dropping partitions needs the
 rights of the tables' owner; a relay without them logs a warning once a day when something is due, and `outbox db prune`
 can do it from cron instead. Partitions created by hand (for a month, say) are kept as long as any of their days, and no
-others are created for those days.
+others are created for those days. Nor is one created for a day of which the default partition has many rows: moving
+them would keep relays from archiving.
+
+Old rows of the default partition are deleted in steps (``outbox._clients.blocks``); what an error leaves of them goes
+at the next run.
 
 The day is that of the database's clock, which can be wrong: if it jumps ahead by years, everything expires at once. So
 nothing is dropped automatically that expired more than MOST_OVERDUE_DAYS ago. Where maintenance runs, each day is
@@ -15,14 +19,16 @@ or that fewer days are kept than before. An operator can tell these apart, and r
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final, LiteralString
 
 import psycopg
 import structlog
 from psycopg import errors, sql
 
+from outbox._clients import blocks
 from outbox._clients.errors import first_line
 from outbox.errors import OperationRefused
 from relay.database import unavailable_on_error
@@ -30,9 +36,11 @@ from relay.database import unavailable_on_error
 log = structlog.get_logger("relay")
 
 # Of this outbox alone. Transaction-level: PgBouncer leaks session locks.
-_LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
+_WAIT_FOR_LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0)) IS NOT NULL"
 _TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended(%s, 0))"
 _AHEAD: Final = 3
+_MOST_MOVED: Final = 10_000
+"""No partition is created for a day of which the default partition has more rows."""
 MOST_OVERDUE_DAYS: Final = 3
 """Partitions that expired longer ago are dropped only by an operator. Relays may rest over a weekend without that, and
 a wrong clock costs at most these days."""
@@ -45,6 +53,8 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::timest
           FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
          WHERE i.inhparent = {parent}::regclass) AS parts
  WHERE bounds <> 'DEFAULT' ORDER BY 2, 1"""
+
+Ranges = list[tuple[str, dt.datetime | None, dt.datetime | None]]
 
 _TODAY: Final = "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date"
 
@@ -63,10 +73,10 @@ INSERT INTO {partition} SELECT * FROM moved""",
 
 _READABLE: Final = "SELECT has_table_privilege({default}, 'SELECT')"
 
-_STRAY: Final = """
-SELECT count(*), min((published_at AT TIME ZONE 'UTC')::date) FROM {default} WHERE published_at < {before}"""
+_ROWS_BY_DAY: Final = """
+SELECT (published_at AT TIME ZONE 'UTC')::date, count(*) FROM {default} WHERE published_at < {before} GROUP BY 1"""
 
-_DROP_STRAY: Final = "DELETE FROM {default} WHERE published_at < {before}"
+_DELETE_STRAY: Final = "DELETE FROM {default} WHERE {in_step} AND published_at < {before}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,7 @@ class PrunePlan:
     """The work that is due: days to create a partition for, partitions to drop, and old rows in the default partition.
 
     ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days``: how many days ago the oldest due data expired.
+    Once it is done, it is what this process has done.
     """
 
     oldest: dt.date
@@ -116,14 +127,9 @@ class Retention:
 
     def keep(self) -> None:
         """Do the work that is due, in one relay only. Raises Unavailable when Postgres can't be reached."""
-        with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
-            if not self._locked(connection):
-                return
+        with unavailable_on_error("keeping the archive"), self._connect() as connection:
             try:
-                with connection.transaction():
-                    done = self._begin(connection, force=False)
-                with connection.transaction():
-                    self._change(connection, done, force=False)
+                done = self._do(connection, _TRY_LOCK, force=False)
             except (psycopg.ProgrammingError, psycopg.IntegrityError, errors.LockNotAvailable) as error:
                 # Missing rights, a table with that name, a lock that others hold: publishing goes on in any case.
                 if self._first_today():
@@ -133,11 +139,16 @@ class Retention:
                         error=first_line(error),
                     )
                 return
-        if done.held_back and self._first_today():
-            log.error("old partitions of the archive are not dropped", error=str(overdue(done)))
-        dropped = [] if done.held_back else list(done.drop)
-        if done.create or dropped or (done.stray_rows and not done.held_back):
-            log.info("archive kept", created=[str(day) for day in done.create], dropped=dropped)
+        if done is None:
+            return
+        if done.held_back:
+            if self._first_today():
+                log.error("old partitions of the archive are not dropped", error=str(overdue(done)))
+            done = replace(done, drop=[], stray_rows=0)
+        if done.stray_rows:
+            log.info("old rows of the archive are deleted", rows=done.stray_rows)
+        if done.create or done.drop:
+            log.info("archive kept", created=[str(day) for day in done.create], dropped=list(done.drop))
 
     def prune(self, *, dry_run: bool, force: bool = False) -> PrunePlan:
         """Do the work that is due, or with ``dry_run`` only return it. Raises SchemaError without the owner's rights.
@@ -145,67 +156,96 @@ class Retention:
         Without ``force``, raises OperationRefused when the due data expired too long ago; the coming days'
         partitions are still created.
         """
-        with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
+        with unavailable_on_error("keeping the archive"), self._connect() as connection:
             if dry_run:
-                return self._plan(connection)
-            connection.execute(_LOCK, (self._lock,))
-            plan = self._begin(connection, force=force)
-            self._change(connection, plan, force=force)
+                with connection.transaction():
+                    return self._plan(connection)
+            plan = self._do(connection, _WAIT_FOR_LOCK, force=force)
+        assert plan is not None
         if plan.held_back and not force:
             raise overdue(plan)
         return plan
 
-    def _locked(self, connection: psycopg.Connection[Any]) -> bool:
-        row = connection.execute(_TRY_LOCK, (self._lock,)).fetchone()
-        return bool(row and row[0])
+    def _do(self, connection: psycopg.Connection[Any], lock: LiteralString, *, force: bool) -> PrunePlan | None:
+        """Return what was done; None if another relay is doing it."""
+        with self._step(connection, lock) as locked:
+            if not locked:
+                return None
+            plan = self._plan(connection)
+        if plan.stray_rows and (force or not plan.held_back):
+            plan = replace(plan, stray_rows=self._delete_stray(connection, lock, plan.oldest))
+        if not plan.create and not plan.drop:
+            return plan
+        with self._step(connection, lock) as locked:
+            if not locked:
+                return replace(plan, create=[], drop=[])
+            # Others may have done it between two steps.
+            ranges = self._ranges(connection)
+            names = {name for name, *_ in ranges}
+            plan = replace(
+                plan,
+                create=[day for day in plan.create if not _covered(day, ranges)],
+                drop=[name for name in plan.drop if name in names],
+            )
+            self._change(connection, plan, force=force)
+        return plan
+
+    @contextmanager
+    def _step(self, connection: psycopg.Connection[Any], lock: LiteralString) -> Iterator[bool]:
+        """Begin a transaction, and yield whether it has the lock."""
+        with connection.transaction():
+            row = connection.execute(lock, (self._lock,)).fetchone()
+            # Creating and dropping take locks that block every archiving relay: give up soon.
+            connection.execute("SET LOCAL lock_timeout = '2s'")
+            connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
+            yield bool(row and row[0])
+
+    def _delete_stray(self, connection: psycopg.Connection[Any], lock: LiteralString, oldest: dt.date) -> int:
+        """Delete rows that no partition had, and return how many. Before the changes, as relays wait for these."""
+        deleted, before = 0, sql.Literal(_midnight(oldest))
+        for in_step in blocks.steps(connection, self._default):
+            with self._step(connection, lock) as locked:
+                if not locked:
+                    break
+                step = sql.SQL(_DELETE_STRAY).format(default=self._default, in_step=in_step, before=before)
+                deleted += connection.execute(step).rowcount
+        return deleted
 
     def _plan(self, connection: psycopg.Connection[Any]) -> PrunePlan:
         today: dt.date = self._row(connection, _TODAY)[0]
         oldest = today - dt.timedelta(days=self._days)
-        names = {
-            "parent": sql.Literal(self._parent.as_string(connection)),
-            "default": sql.Literal(self._default.as_string(connection)),
-        }
-        ranges = connection.execute(sql.SQL(_RANGES).format(**names)).fetchall()
-
-        def covered(day: dt.date) -> bool:
-            start, end = _midnight(day), _midnight(day + dt.timedelta(days=1))
-            return any((low is None or low < end) and (high is None or high > start) for _, low, high in ranges)
-
-        stray, first_stray = 0, None
-        # Without the right to read them there is none to delete them either.
-        if self._row(connection, _READABLE, **names)[0]:
-            before = sql.Literal(_midnight(oldest))
-            stray, first_stray = self._row(connection, _STRAY, default=self._default, before=before)
+        end = today + dt.timedelta(days=_AHEAD + 1)
+        default = sql.Literal(self._default.as_string(connection))
+        ranges = self._ranges(connection)
+        rows: dict[dt.date, int] = {}
+        # Without the right to read them there is none to delete or move them either.
+        if self._row(connection, _READABLE, default=default)[0]:
+            query = sql.SQL(_ROWS_BY_DAY).format(default=self._default, before=sql.Literal(_midnight(end)))
+            rows = dict(connection.execute(query).fetchall())
+        stray = [day for day in rows if day < oldest]
         old = [(name, high.astimezone(dt.UTC).date()) for name, _, high in ranges if high and high <= _midnight(oldest)]
-        due = [day for _, day in old] + ([] if first_stray is None else [first_stray + dt.timedelta(days=1)])
+        due = [day for _, day in old] + [day + dt.timedelta(days=1) for day in stray]
         return PrunePlan(
             oldest=oldest,
             create=[
-                day for day in (today + dt.timedelta(days=ahead) for ahead in range(_AHEAD + 1)) if not covered(day)
+                day
+                for day in (today + dt.timedelta(days=ahead) for ahead in range(_AHEAD + 1))
+                if not _covered(day, ranges) and rows.get(day, 0) <= _MOST_MOVED
             ],
             drop=[name for name, _ in old],
-            stray_rows=stray,
+            stray_rows=sum(rows[day] for day in stray),
             overdue_days=(oldest - min(due)).days if due else 0,
         )
+
+    def _ranges(self, connection: psycopg.Connection[Any]) -> Ranges:
+        parent = sql.Literal(self._parent.as_string(connection))
+        return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
     @staticmethod
     def _row(connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
         row = connection.execute(sql.SQL(query).format(**names)).fetchone()
         assert row is not None
         return row
-
-    def _begin(self, connection: psycopg.Connection[Any], *, force: bool) -> PrunePlan:
-        """Return what is due, and delete rows that no partition had: they stay deleted if ``_change`` fails."""
-        # Creating and dropping take locks that block every archiving relay: give up soon.
-        connection.execute("SET LOCAL lock_timeout = '2s'")
-        connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
-        plan = self._plan(connection)
-        if plan.stray_rows and (force or not plan.held_back):
-            # First: it may take minutes, and relays wait for the lock of a DROP.
-            before = sql.Literal(_midnight(plan.oldest))
-            connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
-        return plan
 
     def _change(self, connection: psycopg.Connection[Any], plan: PrunePlan, *, force: bool) -> None:
         """Drop and create partitions."""
@@ -230,6 +270,12 @@ class Retention:
         today = dt.datetime.now(dt.UTC).date()
         first, self._warned_on = self._warned_on != today, today
         return first
+
+
+def _covered(day: dt.date, ranges: Ranges) -> bool:
+    """Return whether a partition has any part of a day."""
+    start, end = _midnight(day), _midnight(day + dt.timedelta(days=1))
+    return any((low is None or low < end) and (high is None or high > start) for _, low, high in ranges)
 
 
 def _midnight(day: dt.date) -> dt.datetime:

@@ -330,7 +330,9 @@ def test_many_relays_keep_the_archive_once(archive):
         for thread in threads:
             thread.join(60)
     assert errors == []
-    assert [line["event"] for line in logs] == ["archive kept"]
+    # Another relay may come between two steps.
+    assert [line["event"] for line in logs if "created" in line] == ["archive kept"]
+    assert sum(line.get("rows", 0) for line in logs) == 100
     assert archive.partitions()[named(archive.today)] == 100
     assert sum(archive.partitions().values()) == 100
 
@@ -436,7 +438,7 @@ def test_a_relay_that_waits_for_the_upkeep_finds_the_new_partition(archive):
     late = threading.Thread(target=publish)
     with psycopg.connect(archive.address()) as upkeep:
         retention = archive.retention()
-        retention._change(upkeep, retention._begin(upkeep, force=False), force=False)
+        retention._change(upkeep, retention._plan(upkeep), force=False)
         late.start()
         waiting = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'late' AND wait_event_type = 'Lock'"
         wait_until(lambda: archive.rows(waiting), what="the relay waits")
