@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 import sqlalchemy as sa
@@ -19,9 +20,6 @@ from outbox._app import migrate as db
 from outbox._app.schema_connection import connected
 from outbox.consumer.tables import consumer_tables
 from outbox.tables import DEFAULT_LANES, MAX_LANES, outbox_tables
-
-LATER: Final = "of a later version than this one"
-"""What ``check`` says of a revision to come, in the last line."""
 
 # One row for each thing that can differ: (table, kind, name, definition).
 _CATALOG: Final = sa.text("""
@@ -97,8 +95,20 @@ SELECT rel.relname, 'index', i.relname, concat_ws(' ', pg_get_indexdef(x.indexre
 Things = dict[tuple[str, str, str], str]
 
 
-def check(url: str, schema: str = "outbox") -> list[str]:
-    """Compare the outbox's tables with this version's. Returns one line for each difference.
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How the tables differ from this version's.
+
+    differences  one line for each.
+    later        whether a later version made them: this one runs with them as they are.
+    """
+
+    differences: list[str]
+    later: bool = False
+
+
+def drift(url: str, schema: str = "outbox") -> Drift:
+    """Compare the outbox's tables with this version's.
 
     Needs the right to create a schema in the database; it is rolled back. Raises ConfigurationError for an invalid
     schema name, SchemaError when a query fails.
@@ -106,25 +116,34 @@ def check(url: str, schema: str = "outbox") -> list[str]:
     with _connection(url, schema) as connection:
         lanes = _lane_rows(connection, schema)
         expected_lanes = min(max(lanes[-1] + 1, 1), MAX_LANES) if lanes else DEFAULT_LANES
-        differences = _compare(
+        found = _compare(
             connection, schema, db.OUTBOX, lambda metadata, at: outbox_tables(metadata, at, expected_lanes).all
         )
-        if not differences and lanes != list(range(len(lanes))):
-            differences.append(f"{schema}.lanes: has the lanes {lanes}, and not 0 to {lanes[-1]}")
-        if not differences and not lanes:
-            differences.append(f"{schema}.lanes: has no rows; insert the lanes 0 to N-1, or run `outbox db upgrade`")
-        return differences
+        if not found.differences and lanes != list(range(len(lanes))):
+            found.differences.append(f"{schema}.lanes: has the lanes {lanes}, and not 0 to {lanes[-1]}")
+        if not found.differences and not lanes:
+            found.differences.append(
+                f"{schema}.lanes: has no rows; insert the lanes 0 to N-1, or run `outbox db upgrade`"
+            )
+        return found
+
+
+def check(url: str, schema: str = "outbox") -> list[str]:
+    """Return the differences that ``drift`` finds, and raise as it does."""
+    return drift(url, schema).differences
 
 
 def check_consumer(url: str, schema: str) -> list[str]:
     """Compare the consumers' tables with this version's, as ``check`` does."""
     with _connection(url, schema) as connection:
-        return _compare(connection, schema, db.CONSUMER, lambda metadata, at: consumer_tables(metadata, at).all)
+        return _compare(
+            connection, schema, db.CONSUMER, lambda metadata, at: consumer_tables(metadata, at).all
+        ).differences
 
 
 def _compare(
     connection: sa.Connection, schema: str, history: db.History, build: Callable[[sa.MetaData, str], Sequence[sa.Table]]
-) -> list[str]:
+) -> Drift:
     # The server omits a schema that is on the search path, and only one of the two could be on it.
     connection.execute(sa.select(sa.func.set_config("search_path", "", True)))
     scratch = f"outbox_check_{secrets.token_hex(8)}"
@@ -146,10 +165,11 @@ def _compare(
         if foreign is not None and head not in there:
             lines += [foreign] if lines else []
         elif later := db.of_later_version(there, known):
-            lines.append(f"{schema}.alembic_version: is at {later}, {LATER}, which has {head}")
+            lines.append(f"{schema}.alembic_version: is at {later}, of a later version than this one, which has {head}")
+            return Drift(lines, later=True)
         elif head not in there:
             lines.append(f"{schema}.alembic_version: is at {', '.join(there) or 'no revision'}, expected {head}")
-    return lines
+    return Drift(lines)
 
 
 def differences(expected: Mapping[tuple[str, str, str], str], found: Things, schema: str) -> list[str]:

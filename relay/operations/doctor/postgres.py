@@ -135,20 +135,19 @@ def _server(rows: Rows) -> Iterator[Finding]:
 
 
 def _tables(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
-    from outbox._app.schema_drift import LATER, check
+    from outbox._app.schema_drift import drift
 
     if connection.execute(_MAY_COMPARE).fetchone() != (True,):
         found = "were not compared with this version's: this role has no CREATE on the database"
         yield ok("tables", found, "run `outbox db check` as the tables' owner")
         return
-    differences = check(settings.require_database(), settings.db_schema)
-    later = any(LATER in line for line in differences)
-    for line in differences:
-        if later:
+    tables = drift(settings.require_database(), settings.db_schema)
+    for line in tables.differences:
+        if tables.later:
             yield warning("tables", line, "this version runs with the tables of the next one: keep them")
         else:
             yield failure("tables", line, "see `outbox db check`; `outbox db upgrade` brings them up to date")
-    if not differences:
+    if not tables.differences:
         yield ok("tables", f"schema {settings.db_schema} matches this version")
 
 

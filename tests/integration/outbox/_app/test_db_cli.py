@@ -186,6 +186,13 @@ def test_the_version_before_keeps_the_tables_of_a_later_one(outbox_postgres):
         assert {each.level for each in _tables(connection, load(database_url=outbox_postgres.url))} == {Level.WARNING}
 
 
+def test_what_the_tables_say_of_themselves_makes_them_of_no_later_version(outbox_postgres):
+    with outbox_postgres.connect(autocommit=True) as connection:
+        connection.execute("COMMENT ON TABLE outbox.events IS 'of a later version than this one'")
+        (found,) = _tables(connection, load(database_url=outbox_postgres.url))
+    assert (found.level, "of a later version than this one" in found.found) == (Level.FAILURE, True)
+
+
 def test_tables_that_another_history_made(outbox_postgres):
     with outbox_postgres.connect() as connection:
         connection.execute("DROP TABLE outbox.alembic_version")
