@@ -30,7 +30,9 @@ SELECT current_setting('server_version'), current_setting('fsync'), current_sett
 _APART: Final = CLOCKS.total_seconds()
 _PUBLISHES_GENERATED: Final = 180000
 _PUBLICATIONS_OF_DELETES: Final = """
-SELECT p.pubname FROM pg_publication AS p JOIN pg_publication_tables AS t ON t.pubname = p.pubname
+SELECT p.pubname, EXISTS (SELECT FROM pg_publication_rel AS r
+                           WHERE r.prpubid = p.oid AND r.prrelid = {events_name}::regclass)
+  FROM pg_publication AS p JOIN pg_publication_tables AS t ON t.pubname = p.pubname
  WHERE t.schemaname = %(schema)s AND t.tablename = 'events' AND (p.pubdelete OR p.pubupdate)
    AND NOT 'lane' = ANY(t.attnames)
  ORDER BY p.pubname"""
@@ -175,20 +177,30 @@ def _too_late(keep_days: int, rows: Rows) -> Iterator[Finding]:
 def _publications(schema: str, rejects: bool, rows: Rows) -> Iterator[Finding]:
     """Name publications of deletes without a generated key column: since Postgres 18, a DELETE then fails.
 
-    Before, and with the column, a subscribing Postgres can't apply them.
+    Before, a subscribing Postgres stops at a delete; with the column, at an insert already.
     """
-    out = "leave the table out of it: no Postgres can subscribe to its deletes"
-    for (name,) in rows:
+    events = sql.Identifier(schema, "events").as_string(None)
+    for name, listed in rows:
         found = f"publishes deletes of {schema}.events without the generated column lane of its key"
+        alter = f"ALTER PUBLICATION {sql.Identifier(name).as_string(None)}"
+        out = "leave events out of it: " + (
+            f"{alter} DROP TABLE {events}"
+            if listed
+            else "create one that names its tables, instead of ALL TABLES or TABLES IN SCHEMA"
+        )
         if rejects:
             yield failure(
                 f"publication {name}",
                 f"{found}: Postgres rejects every DELETE, so the relay can't settle anything",
-                f"{out}; if others read it, ALTER PUBLICATION {sql.Identifier(name).as_string(None)} "
+                f"{out}; or, unless a Postgres subscribes to it, which would stop at the next event, {alter} "
                 "SET (publish_generated_columns = stored)",
             )
         else:
-            yield warning(f"publication {name}", f"{found}: a subscriber stops at the first one", out)
+            yield warning(
+                f"publication {name}",
+                f"{found}: a Postgres that subscribes to it stops at the first one, and its slot then keeps the WAL",
+                out,
+            )
 
 
 def check_ids(connection: psycopg.Connection[Any], schema: str) -> Iterator[Finding]:

@@ -3,52 +3,16 @@
 from __future__ import annotations
 
 import psycopg
-import pytest
 from doctor_support import found, groups, in_postgres, settings
-from one_lane import OneLane
 from psycopg import sql
-from rows_and_roles import put
 
 from outbox._app import migrate as db
 from outbox._clients.checks import Level
-from outbox.errors import SchemaError
 from relay.config import Delivery, SourceKind
-from relay.core.lease import Lease
-from relay.core.ports import Receipt, UnsettledBatch
-from relay.database import Connector
 from relay.operations.doctor import examine, postgres
 from relay.operations.guarantee import Strategy, guarantee
 from relay.operations.wal_setup import Cdc
-from relay.polling.source import PollingSource
-from relay.settle.retries import Failures
 from relay.wal.slot import SlotNames
-
-
-def test_a_publication_that_keeps_every_event_in_the_table(outbox_postgres, outbox_kafka):
-    """Postgres 18: it refuses DELETEs when their publication leaves out a generated column of the key."""
-    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
-        if connection.info.server_version < 180000:
-            pytest.skip("Postgres 18 and later refuse such deletes")
-        put(connection, "outbox.events", aggregate_type="A", aggregate_id="1")
-        connection.execute('CREATE PUBLICATION "Others" FOR ALL TABLES')
-        lane = connection.execute("SELECT lane FROM outbox.events").fetchone()[0]
-        polling = PollingSource(Connector(outbox_postgres.url, "test"), "outbox", Failures("outbox", None, None))
-        connection.execute("UPDATE outbox.lanes SET owner = 'me'")
-        source = OneLane(polling, Lease(lane, 0, 30.0, 0.0, owner="me"))
-        # Before anything is published that could not be settled.
-        with pytest.raises(SchemaError, match="a publication of deletes has the outbox's table; see `outbox doctor`"):
-            source.fetch(10)
-        (finding,) = [f for f in examine(settings(outbox_postgres, outbox_kafka)) if f.about == "publication Others"]
-        assert finding.level is Level.FAILURE
-        # What it advises is the way out.
-        connection.execute(finding.do.partition("others read it, ")[2])
-        assert "publication Others" not in found(settings(outbox_postgres, outbox_kafka))
-        source.settle(Receipt(UnsettledBatch(source.fetch(10))))
-        source.flush()
-        source.close()
-        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
-    # Before Postgres 18 the server itself takes them, and a subscriber does not.
-    assert [each.level for each in postgres._publications("outbox", False, [("Others",)])] == [Level.WARNING]
 
 
 def test_the_source_and_its_slot(outbox_postgres, outbox_kafka, monkeypatch):
