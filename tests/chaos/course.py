@@ -199,6 +199,11 @@ class Course:
         return self.configuration.lossy and (self.seed + 1) // 2 % 2 == 1
 
     @property
+    def static(self) -> bool:
+        """Return whether members of Kafka's groups have a `group.instance.id`: two seeds of four, and each soak."""
+        return self.configuration.rate > 0 or self.seed % 4 >= 2
+
+    @property
     def retention(self) -> bool:
         """Return whether records are deleted from Kafka."""
         return any(act.name == "retention" for act in self.acts)

@@ -57,6 +57,8 @@ _GIVEN_UP: Final = (
 _STANDS_STILL_SECONDS: Final = 60.0
 _KAFKA: Final = {
     "session.timeout.ms": 6000,
+    # How long a group waits for members that a restarted broker knows by its log and sets no time-out for.
+    "max.poll.interval.ms": 30_000,
     "fetch.wait.max.ms": 50,
     "topic.metadata.refresh.interval.ms": 2000,
     "reconnect.backoff.max.ms": 500,
@@ -82,6 +84,7 @@ class Members:
         self._groups = [GROUP, SPARK_GROUP] if course.configuration.consumers == "both" else [GROUP]
         self._atomic = "batch" if course.seed // 2 % 2 else "partition"
         self._delivery = "at-most-once" if course.gives_up else "exactly-once"
+        self._static = course.static
         self._opened = ExitStack()
         self._provider = ChaosProvider(course.seed)
         self._started = 0
@@ -92,7 +95,7 @@ class Members:
         with psycopg.connect(self._url) as connection:
             connection.execute(_TABLES)
         self._opened.enter_context(self._provider)
-        self.present = [self._start(role) for role in self._roles]
+        self.present = [self._start(number) for number in range(len(self._roles))]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,7 +132,7 @@ class Members:
         """Replace the members that have ended."""
         for number, one in enumerate(self.present):
             if one.poll() is not None:
-                self.present[number] = self._start(self._roles[number])
+                self.present[number] = self._start(number)
 
     def await_applied(self, reader: LiveReader) -> None:
         """Wait until the groups have reached the ends of their topics and all is settled, or nothing moves any more.
@@ -208,7 +211,8 @@ class Members:
                 verdict.found("applied_late", f"payments: {event_id} reached the provider after a later one of {line}")
             last[tuple(line)] = at
 
-    def _start(self, role: str) -> subprocess.Popen[bytes]:
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        role = self._roles[number]
         self._started += 1
         log = self._opened.enter_context((self._folder / f"member-{self._started}-{role}.log").open("wb"))
         settings = self._stage.settings
@@ -225,16 +229,19 @@ class Members:
         }
         # A group of its own: Spark has children.
         return subprocess.Popen(
-            [sys.executable, *self._words(role)], stdout=log, stderr=log, env=environment, start_new_session=True
+            [sys.executable, *self._words(number)], stdout=log, stderr=log, env=environment, start_new_session=True
         )
 
-    def _words(self, role: str) -> list[str]:
+    def _words(self, number: int) -> list[str]:
+        role = self._roles[number]
         if role == "external":
             return [*program(self._mutation), "external", "run", "chaos.payments:payments"]
         if role == "spark":
             topics = [word for topic in self._topics for word in ("--topic", topic)]
             return ["-m", "relay.cli", "consume", "chaos.effects_job:job", "--continuous", *topics]
         kafka = {"bootstrap.servers": self._stage.settings["bootstrap_servers"], **_KAFKA}
+        if self._static:
+            kafka["group.instance.id"] = f"{role}-{number}"
         given: dict[str, Any] = {"mutation": self._mutation, "topics": self._topics, "kafka": kafka}
         if role == "inbox":
             more: Mapping[str, Any] = {"wait": [0.05, 0.5], "idle_seconds": 5.0, "most_dead": 10_000}

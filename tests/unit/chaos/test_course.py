@@ -127,6 +127,7 @@ def test_at_most_once_nothing_is_done_that_it_does_not_promise_to_bear():
     assert [course.gives_up for course in found[:4]] == [True, True, False, False]
     assert [course.standby for course in found[:4]] == [False, False, True, False]
     assert not any(course_of(seed, CONFIGURATIONS[0]).gives_up for seed in range(1, 5))
+    assert [course.static for course in found[:4]] == [False, True, True, False]
 
 
 def test_the_load_has_what_the_relay_must_bear():
