@@ -78,7 +78,7 @@ matrix: $(OTHERS:%=matrix-%)  ## the consumer's tests with the other pysparks th
 $(OTHERS:%=matrix-%): matrix-%: $(VENV)-pyspark-%/.installed
 	@$(<D)/bin/python tests/support/class_archives.py
 	$(<D)/bin/python $(PYTEST) tests/spark tests/acceptance/test_demo.py tests/acceptance/test_quickstart.py \
-		$$(grep -rlE '(from|import) (spark_jobs|pyspark)' tests/unit tests/integration tests/acceptance) $(ARGS)
+		$$(grep -rlE --include='*.py' '(from|import) (spark_jobs|pyspark)' tests/unit tests/integration tests/acceptance) $(ARGS)
 
 matrix-kafka: $(KAFKAS:%=matrix-kafka-%)  ## the acceptance tests with each other Kafka that the sandbox can start
 
