@@ -48,7 +48,7 @@ def test_no_relay_is_running(operator, orders, settings, address):
     relay = operator.start(database_url="postgresql://127.0.0.1:1/x")
     line = "[-]control-loop failed: postgres_unavailable"
     wait_until(lambda: line in operator.look("curl -s", RELAY=address).text, what="it to say so")
-    assert "waiting for Postgres" in relay.log()
+    wait_until(lambda: "waiting for Postgres" in relay.log(), what="its log")
     alarmed(address, "OutboxNotPublishing", "OutboxRelayNotReady")
 
 
