@@ -52,7 +52,7 @@ import orjson
 import psycopg
 from psycopg import sql
 
-from outbox._clients.clock import DatabaseClock
+from outbox._clients.clock import DatabaseClock, uptime
 from outbox.errors import SchemaError
 from relay.core.lease import Lease
 from relay.core.pauses import Pauses
@@ -281,7 +281,7 @@ class LaneTable:
         """
         if not leases:
             return Renewal()
-        asked_at = time.monotonic()
+        asked_at = uptime()
         rows = self._run(
             _RENEW,
             {
@@ -359,7 +359,7 @@ class LaneTable:
         self._connection.close()
 
     def _taken(self, which: LiteralString, **values: object) -> list[Lease]:
-        asked_at = time.monotonic()
+        asked_at = uptime()
         values |= {"me": self._me, "ttl": self._ttl, "source": self._source, "ended": self._ended}
         rows = self._run(_ACQUIRE, values, "taking lanes", which=sql.SQL(which).format(**self._names))
         leases = [

@@ -23,7 +23,7 @@ from typing import Final
 
 import structlog
 
-from outbox._clients.clock import DatabaseClock
+from outbox._clients.clock import DatabaseClock, uptime
 from outbox.errors import SchemaError
 from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
 from relay.core.lane import LoopSettings, listed
@@ -272,7 +272,8 @@ class Supervisor:
 
     def _keep(self, table: LaneTable) -> None:
         """Record that we are alive, renew the leases, and release lanes that the worker has let go of."""
-        now = time.monotonic()
+        # The clock of leases: they are renewed as soon as a suspended machine wakes.
+        now = uptime()
         let_go = self._held.take_let_go()
         if let_go:
             # Whether a turn or the renewal has found them taken.
@@ -291,7 +292,7 @@ class Supervisor:
             table.forget_dead()
 
     def _beat_and_renew(self, table: LaneTable) -> None:
-        now = time.monotonic()
+        now = uptime()
         try:
             if not self._away:
                 table.beat(self._components.pauses.obeyed.numbers)

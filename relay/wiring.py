@@ -50,6 +50,7 @@ from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
 from relay.protocol_trace import ProtocolTrace, TracedPublisher, TracedSource
+from relay.sessions import RelayConnector
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
 from relay.tasks.archive import Retention
@@ -80,7 +81,7 @@ _BASES: Final = 8
 def build(settings: Settings) -> Supervisor:
     """Return a relay that is ready to run. Raises ConfigurationError before connecting."""
     instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    connect = Connector(settings.require_database(), f"outbox relay {instance}"[:63])
+    connect = RelayConnector(settings.require_database(), f"outbox relay {instance}"[:63])
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
     if settings.delivery is Delivery.AT_MOST_ONCE:
@@ -102,7 +103,7 @@ def build(settings: Settings) -> Supervisor:
     registry = CollectorRegistry()
     transactions = _transactions(settings) if exact else None
     partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
-    upkeep = _upkeep(settings, connect, instance, registry)
+    upkeep = [MaintenanceTask("server", connect.look, _WATCH_SECONDS), *_upkeep(settings, connect, instance, registry)]
     clock = DatabaseClock()
     meter = TurnMetrics(registry)
     if settings.relay.metrics_address is not None:

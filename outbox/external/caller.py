@@ -40,6 +40,7 @@ from uuid import UUID
 import psycopg
 
 from outbox._clients.backoff import FIRST, doubled, jittered
+from outbox._clients.clock import uptime
 from outbox._clients.errors import first_line
 from outbox.consumer.connections import OwnSession
 from outbox.consumer.errors import ConsumerUnavailable, Interrupted
@@ -157,7 +158,7 @@ class Caller:
         free = self._external.workers - len(self._running)
         claims: list[ClaimedCall] = []
         if free > 0:
-            began = time.monotonic()
+            began = uptime()
             claims, stuck = self._reservations.claim(connection, free)
             if stuck:
                 self.counts.stuck += stuck
@@ -200,7 +201,7 @@ class Caller:
             ends = max((attempt.until for attempt in self._running.values()), default=0.0)
             if self._running:
                 try:
-                    self._collect(self._answers.get(timeout=max(0.0, ends - time.monotonic())))
+                    self._collect(self._answers.get(timeout=max(0.0, ends - uptime())))
                 except queue.Empty:
                     self._report("calls did not end in time; they are resumed later", {"calls": len(self._running)})
                     self._running.clear()
@@ -211,7 +212,7 @@ class Caller:
             except _AWAY as error:
                 pause = self._pause_without_database(error)
                 if not self._running:
-                    if time.monotonic() + pause > max(answered.until for answered in self._unsettled):
+                    if uptime() + pause > max(answered.until for answered in self._unsettled):
                         self._report("answers can't be settled in time", {"calls": len(self._unsettled)})
                         return
                     time.sleep(pause)
@@ -233,7 +234,7 @@ class Caller:
         """Make the call, in a thread of its own. Any result becomes an answer."""
         step, answer = claim.step, Answer("later", "the lease ran out before the call")
         try:
-            if time.monotonic() + self._external.timeout <= until:
+            if uptime() + self._external.timeout <= until:
                 step, answer = self._ask_or_call(claim)
         except BaseException as error:  # noqa: BLE001  every call must get an answer
             answer = Answer("unknown", f"{type(error).__name__}: {error}")
@@ -314,7 +315,7 @@ class Caller:
         self._report(transition.state, figures | {"answer": answered.answer.outcome})
 
     def _warn_of_overdue(self) -> None:
-        now = time.monotonic()
+        now = uptime()
         for attempt in self._running.values():
             if now > attempt.until and not attempt.overdue:
                 attempt.overdue = True

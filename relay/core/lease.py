@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+from outbox._clients.clock import uptime
 
 
 class Lease:
     """One lane held by this relay. ``renewed`` and ``secure`` may be called from any thread.
 
-    ``ttl_seconds`` counts from when the renewal was requested, on this process's own clock, so the lease always ends
-    here before it ends in the database. ``former_id`` is the prefix of the transactional ids under which the lane may
+    ``ttl_seconds`` counts from when the renewal was requested, by ``uptime()``, so the lease always ends here before it
+    ends in the database. ``former_id`` is the prefix of the transactional ids under which the lane may
     have been written before it was taken, None if its row names none; ``last_batch`` is the lane's last settled batch
     at that time. ``owner`` is the relay: a failover can lose the commit of a take-over, and then the next taker gets
     the same epoch, so an epoch without its owner identifies nothing.
@@ -38,7 +39,7 @@ class Lease:
         self._until = asked_at + ttl_seconds
 
     def renewed(self, asked_at: float) -> None:
-        """Record that Postgres renewed the lease; ``asked_at`` is time.monotonic() before the request."""
+        """Record that Postgres renewed the lease; ``asked_at`` is ``uptime()`` before the request."""
         with self._lock:
             self._until = max(self._until, asked_at + self.ttl_seconds)
 
@@ -46,13 +47,13 @@ class Lease:
     def secure(self) -> bool:
         """Return whether the lease can't have expired yet. If not, nothing may be published before it is renewed."""
         with self._lock:
-            return time.monotonic() < self._until
+            return uptime() < self._until
 
     @property
     def remaining_seconds(self) -> float:
         """The number of seconds that the lease is still valid, at least."""
         with self._lock:
-            return self._until - time.monotonic()
+            return self._until - uptime()
 
     def __repr__(self) -> str:
         return f"Lease(lane={self.lane}, epoch={self.epoch}, owner={self.owner!r})"

@@ -17,8 +17,10 @@ keeps the number of the last settled batch (``lanes.last_batch``), written befor
 | k - 1       | k                  | killed after the commit, before settling  | settle k's events, go on with k + 1 |
 | k           | none, or below k   | the state topic lost data                 | stop: publishing could double       |
 | below k - 1 | k                  | Postgres lost commits that it had made    | stop: events would be sent again    |
-| any         | another database's | two outboxes share a name, or a restored  | stop                                |
+| any         | another server's   | two outboxes share a name, or a restored  | stop                                |
 |             |                    | dump                                      |                                     |
+| NULL        | another outbox's   | two outboxes of the server share a name   | stop. With a batch it goes on: the  |
+|             |                    |                                           | database may have been renamed      |
 | any         | of a timeline that | this is the primary from before a         | stop: there is one that goes on     |
 |             | this server never  | failover, or an older copy                |                                     |
 |             | came to            |                                           |                                     |
@@ -134,15 +136,12 @@ class Marker:
         return marker
 
 
-def resume(
-    lane: int, last_batch: int | None, marker: Marker | None, system_identifier: str, timeline: int
-) -> Marker | None:
+def resume(lane: int, last_batch: int | None, marker: Marker | None, here: Identity) -> Marker | None:
     """Return the marker that a lane goes on from; None if there has never been one and an empty one must be written.
 
-    ``system_identifier`` and ``timeline`` are those of the server that has the lane's rows. Raises StateLost where the
-    table above says stop.
+    ``here`` has the lane's rows. Raises StateLost where the table above says stop.
     """
-    check_origin(lane, marker, system_identifier, timeline)
+    check_origin(lane, last_batch, marker, here)
     if last_batch is None:
         if marker is not None and marker.batch > _FIRST_EVENTS:
             raise StateLost(
@@ -168,18 +167,25 @@ def resume(
     return marker
 
 
-def check_origin(lane: int, marker: Marker | None, system_identifier: str, timeline: int) -> None:
-    """Raise StateLost if the marker is of another database, or of a timeline that this server never came to."""
-    if marker is not None and marker.system_identifier != system_identifier:
+def check_origin(lane: int, last_batch: int | None, marker: Marker | None, here: Identity) -> None:
+    """Raise StateLost if the marker is of another server or outbox, or of a timeline that this server never came to."""
+    if marker is None:
+        return
+    if marker.system_identifier != here.system_identifier:
         raise StateLost(
             f"lane {lane}: the state topic's marker was written for the database {marker.system_identifier}, this is "
-            f"{system_identifier}. If another outbox has, or had, this OUTBOX_NAME, choose a new one; if pg_upgrade "
-            "has given this server a new identifier, run `outbox relay upgraded`; if this database was restored from a "
-            f"dump: {_SEE}"
+            f"{here.system_identifier}. If another outbox has, or had, this OUTBOX_NAME, choose a new one; if "
+            "pg_upgrade has given this server a new identifier, run `outbox relay upgraded`; if this database was "
+            f"restored from a dump: {_SEE}"
         )
-    if marker is not None and marker.timeline > timeline:
+    if last_batch is None and marker.outbox not in {None, here.outbox}:
+        raise StateLost(
+            f"lane {lane}: the state topic's marker was written for the outbox {marker.outbox}, this is {here.outbox}, "
+            "which has settled no batch. Another outbox of this server has, or had, this OUTBOX_NAME: choose a new one"
+        )
+    if marker.timeline > here.timeline:
         raise StateLost(
             f"lane {lane}: Kafka holds batch {marker.batch} from timeline {marker.timeline}, this server is on "
-            f"timeline {timeline}: it is the primary from before a failover, or an older copy, and another one has "
-            f"gone on. Connect to that one (OUTBOX_DATABASE_URL). If this is the one to go on with: {_SEE}"
+            f"timeline {here.timeline}: it is the primary from before a failover, or an older copy, and another one "
+            f"has gone on. Connect to that one (OUTBOX_DATABASE_URL). If this is the one to go on with: {_SEE}"
         )

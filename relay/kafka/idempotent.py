@@ -79,7 +79,9 @@ class IdempotentPublisher:
                 sender.send(batches, deadline)
         except Unavailable as error:
             failure = error
-        sender.drain(deadline)
+        # Ours until then, unless the machine is suspended meanwhile, which neither deadline nor librdkafka counts.
+        given = [self._leases[lane] for lane, claims in sender.sent.items() if claims and self._at_most_once]
+        sender.drain(deadline, lambda: all(lease.secure for lease in given))
         failpoint("batch.acknowledged")
         if sender.failed:
             failure, lanes = sender.failure(self._delivery_seconds)

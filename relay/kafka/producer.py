@@ -201,14 +201,14 @@ class BatchProducer:
             except BufferError:
                 self._make_room(deadline)
 
-    def drain(self, deadline: float) -> None:
+    def drain(self, deadline: float, may_wait: Callable[[], bool] = lambda: True) -> None:
         """Wait for the acknowledgements; at the deadline, or when no more can arrive, drop the rest at once.
 
-        After a fatal error, messages in flight are still acknowledged, and need not be sent again. In a transaction a
-        failed message ends all: librdkafka holds back the others until the abort. The deadline is ours, not
-        librdkafka's, which drops messages one by one: a later message of a key could be delivered after an earlier one
-        was dropped, and would stay before it. A stalled topic is tried for less time than a turn has, because
-        everything sent with it waits as long.
+        The same once ``may_wait`` returns False. After a fatal error, messages in flight are still acknowledged, and
+        need not be sent again. In a transaction a failed message ends all: librdkafka holds back the others until the
+        abort. The deadline is ours, not librdkafka's, which drops messages one by one: a later message of a key could
+        be delivered after an earlier one was dropped, and would stay before it. A stalled topic is tried for less time
+        than a turn has, because everything sent with it waits as long.
         """
         self._trial = self._topics.trial_seconds(self._used)
         if self._trial is not None:
@@ -217,7 +217,7 @@ class BatchProducer:
         flush_seconds = _FLUSH_SECONDS
         while len(self.producer):
             seconds = deadline - time.monotonic()
-            if seconds <= 0:
+            if seconds <= 0 or not may_wait():
                 self._late = True
             if self._late or (self._transactional and self.failed):
                 self.producer.purge()

@@ -122,11 +122,11 @@ class Takeover:
         """Return the last marker of each lane, and the lanes that their markers allow to go on."""
         seen = self._state.read([lease.lane for lease in leases], decided=False)
         failed |= seen.problems
-        for lane, marker in seen.markers.items():
+        for lease in leases:
             try:
-                check_origin(lane, marker, identity.system_identifier, identity.timeline)
+                check_origin(lease.lane, lease.last_batch, seen.markers.get(lease.lane), identity)
             except StateLost as error:
-                failed[lane] = error
+                failed[lease.lane] = error
         return seen.markers, [lease for lease in leases if lease.lane not in failed]
 
     def _fence_former(self, leases: Sequence[Lease], seen: Mapping[int, Marker | None]) -> dict[int, OutboxError]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Self
 
 import psycopg
 from psycopg import sql
 
+from outbox._clients.clock import uptime
 from outbox.errors import OperationRefused, SchemaError
 from relay.core.lease import Lease
 from relay.core.ports import Unavailable
@@ -90,7 +90,7 @@ class Holding:
     def add(self, lane: int, epoch: int, former: Collection[str]) -> None:
         """Hold one more lane; ``former`` are the transactional.ids that its row named."""
         with self._lock:
-            self._leases[lane] = Lease(lane, epoch, LEASE_SECONDS, time.monotonic(), owner=self.owner)
+            self._leases[lane] = Lease(lane, epoch, LEASE_SECONDS, uptime(), owner=self.owner)
             self._former[lane] = former
 
     def done(self, lane: int) -> None:

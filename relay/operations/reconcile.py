@@ -40,7 +40,7 @@ from psycopg import errors, sql
 from outbox._app.settings import client_options
 from outbox.errors import OperationRefused, SchemaError
 from relay.config import Settings, producer_options, state_topic_name
-from relay.core.marker import Marker, StateLost, resume
+from relay.core.marker import Identity, Marker, StateLost, resume
 from relay.core.ports import Unavailable, UndecidedTransaction
 from relay.database import Connector, unavailable_on_error
 from relay.failpoints import failpoint
@@ -174,8 +174,9 @@ class Reconciler:
                 raise OperationRefused(
                     f"{state.problem}. That is not for want of pg_upgrade; see `outbox relay reconcile`"
                 )
+            before = Identity(marker.system_identifier, marker.timeline, here.outbox)
             try:
-                resume(state.lane, here.last_batch, marker, marker.system_identifier, marker.timeline)
+                resume(state.lane, here.last_batch, marker, before)
             except StateLost as error:
                 raise OperationRefused(
                     f"{error}. pg_upgrade keeps the tables as they are; this is a restore"
@@ -306,7 +307,7 @@ class Reconciler:
                 "this one has never published exactly-once. Choose a new one for this outbox"
             )
         try:
-            resume(lane, seen.last_batch, marker, seen.system, seen.timeline)
+            resume(lane, seen.last_batch, marker, Identity(seen.system, seen.timeline, seen.outbox))
         except StateLost as error:
             return marker, str(error)
         if marker is None:

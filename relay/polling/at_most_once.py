@@ -9,6 +9,8 @@
 | it sleeps between the DELETE and the sending, | what has not been given to librdkafka is not sent, and what has   |
 | past its lease                                | is dropped after ``delivery.timeout.ms``: lost, and counted. The  |
 |                                               | next holder may have sent later events of the keys by then        |
+| the machine is suspended then                 | the same; but librdkafka's clock stood still: what it has, it may |
+|                                               | send in the moment before the publisher drops it                  |
 | Kafka fails, or does not answer in time       | what is not acknowledged may be lost, and is counted              |
 | an event is refused before it is sent         | a dead letter at once; later events of its key are sent, as they  |
 |                                               | are not read again. Each of them that can't be is a dead letter   |

@@ -118,7 +118,7 @@ class RowTakeover:
                 raise self._settlement.lost(lane)
             last_batch, *identity, insert_lsn = held
             here = Identity(*identity)
-            adopted = resume(lane, last_batch, marker, here.system_identifier, here.timeline)
+            adopted = resume(lane, last_batch, marker, here)
             if adopted is not None and adopted.commit_lsn is not None and adopted.commit_lsn > insert_lsn:
                 raise StateLost(
                     f"lane {lane}: Kafka holds events from farther on in the WAL than this server has written: it has "

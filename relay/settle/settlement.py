@@ -48,6 +48,7 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from psycopg import sql
 
+from outbox._clients.clock import uptime
 from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.background import Background
@@ -272,7 +273,7 @@ class Settlement:
                 self._behind = None
                 raise
             if not done:
-                waited = time.monotonic() - behind.asked_at
+                waited = uptime() - behind.asked_at
                 raise DatabaseUnavailable(
                     f"Postgres: settling {lanes_text(behind.lanes)} has taken {waited:.1f} s and is not done; the "
                     "next batch is not published, and will be read again"
@@ -361,7 +362,7 @@ class Settlement:
     def _new(self, lanes: Collection[int], *, by_number: bool = False, missing: Sequence[int] = ()) -> RunningStatement:
         written = {lane for lane in lanes if self._writes(self.lanes[lane])}
         by_version = not by_number and all(self.lanes[lane].version is not None for lane in lanes)
-        return RunningStatement(self._connection.cursor(), lanes, time.monotonic(), written, by_version, missing)
+        return RunningStatement(self._connection.cursor(), lanes, uptime(), written, by_version, missing)
 
     def _statement(self, sent: RunningStatement) -> tuple[sql.Composed, dict[str, Any]]:
         statements = self.statements

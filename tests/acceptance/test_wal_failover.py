@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from wal_support import cdc, done, run_outbox, to_wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from outbox._clients.clock import uptime
 from outbox.errors import OperationRefused
 from relay.config import SourceKind
 from relay.core.ports import StreamLost, Unavailable
@@ -315,7 +315,7 @@ def test_a_lane_that_asks_another_server_ends_the_session():
     def unreachable():
         raise AssertionError("not all lanes have joined")
 
-    leases = [Lease(lane, 1, 10.0, time.monotonic()) for lane in range(3)]
+    leases = [Lease(lane, 1, 10.0, uptime()) for lane in range(3)]
     stream = Stream(lambda: StreamSession(SlotNames("outbox", "a", "b"), unreachable, unreachable, leases))
     old = stream.join(0, 0, 1)
     with pytest.raises(Unavailable, match="timeline 1, Postgres is on 2 now"):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from threads import in_background
 
+from outbox._clients.clock import uptime
 from outbox.errors import OutboxError, SchemaError
 from relay.core import lane as core_lane
 from relay.core import loop
@@ -350,7 +351,7 @@ class World:
         self.table = Table({lane: list(each) for lane, each in rows.items()})
         self.broker = Broker(list(steps))
         self.watcher = Watcher()
-        self.leases = {lane: Lease(lane, 1, 60.0, time.monotonic()) for lane in rows}
+        self.leases = {lane: Lease(lane, 1, 60.0, uptime()) for lane in rows}
         self.held.give(self.leases.values())
         self.table.on_wait = lambda _: self.stop.set() if not self.table.left else None
         self.loop = WorkerLoop(

@@ -19,7 +19,7 @@ from protocol_servers import (
 )
 from protocol_variants import ANSWERS, CONCURRENT, EXACTLY, PRODUCE_FIRST, RENEW, REPLACE, SPLIT_FETCH
 
-from relay.core.marker import Marker, StateLost, resume
+from relay.core.marker import Identity, Marker, StateLost, resume
 
 if TYPE_CHECKING:
     from protocol_model import World
@@ -283,7 +283,7 @@ class WorkerModel(Saved):
         self._set(number, Lane(lane.epoch, "held", number=last))
 
     def _resume(self, number: int, lane: Lane, row: LaneRow) -> tuple[tuple[Row, ...], int | None]:
-        marker = resume(number, row.last_batch, lane.marker, SYSTEM, 1)
+        marker = resume(number, row.last_batch, lane.marker, Identity(SYSTEM, 1, None))
         if marker is None:
             return self.pg.now.rows, None
         rows = without(self.pg.now.rows, marker)

@@ -177,21 +177,23 @@ class Worker:
 
 
 class Place:
-    """An outbox with some lanes, a name, and a topic that no other test has.
+    """An outbox with some lanes, a name, and a topic that no other test has; with ``name``, that of another outbox.
 
     ``address`` is where the workers reach the brokers, if not where the test does. Which of its producers a worker has
     at hand, most tests count: no commit is so slow that it makes new ones, but where ``slow_commits_count``.
     """
 
-    def __init__(self, database, kafka, address: str | None = None, *, slow_commits_count: bool = False) -> None:
+    def __init__(
+        self, database, kafka, address: str | None = None, *, slow_commits_count: bool = False, name: str | None = None
+    ) -> None:
         self.slow_commits_count = slow_commits_count
         self.kafka = kafka
         self.tables = Tables(database, LANES)
-        self.kind = kafka.name("Order")
+        self.kind = kafka.name("Bill" if name else "Order")
         self.topic = kafka.create_topic(f"{self.kind.lower()}-events", 3)
         self.settings = load(
             database_url=database.url,
-            name=kafka.name("outbox"),
+            name=name or kafka.name("outbox"),
             delivery="exactly-once",
             create_topics=True,
             # Two thirds of it, a turn may take.

@@ -16,7 +16,6 @@ import re
 import shlex
 import subprocess
 import textwrap
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import create_autospec
@@ -33,6 +32,7 @@ from examples.demo.ledger import Reconciliation
 from outbox._app.choices import Delivery
 from outbox._app.prometheus import Check
 from outbox._app.settings import Settings, WebSettings
+from outbox._clients.clock import uptime
 from outbox.consumer.admin.trace import GroupTrace
 from outbox.consumer.tables import consumer_tables
 from outbox.credentials import Credential, CredentialRequest
@@ -479,7 +479,7 @@ def test_the_checks_of_a_relay_are_what_is_answered():
     health.waits([1], BrokerUnavailable("away"))
     now += 2
     health.ticked(started=True)
-    leases = [Lease(lane, 1, 1000.0, time.monotonic()) for lane in range(3)]
+    leases = [Lease(lane, 1, 1000.0, uptime()) for lane in range(3)]
     found = health.look(leases, now, topics={"order-events": "topic 'order-events' does not exist"})
     answered("docs/operations/relay.md", found.checks)
     assert not found.ready

@@ -15,7 +15,9 @@ from pause_rig import Rig, url
 from polling_support import add
 from support import look_up, owners, wait_until
 
-from relay import database
+from outbox._clients.clock import uptime
+from relay import database, lanes, supervisor
+from relay.core import lease as core_lease
 from relay.core.ports import Batches, DatabaseUnavailable, Sent
 from relay.database import Connector
 from relay.lanes import LaneTable, lock_session
@@ -68,6 +70,15 @@ def test_a_relay_whose_row_another_session_has_locked_keeps_its_session_and_its_
         assert look_up(url, SESSION) == before
         assert look_up(url, "SELECT DISTINCT owner, epoch FROM outbox.lanes") == [("me", 1)]
     assert owners(url) == {}
+
+
+def test_a_relay_on_a_machine_that_was_suspended_renews_its_leases_at_once(url, observer, monkeypatch):
+    with Rig(url, lease_seconds=3000.0) as rig:
+        with_lanes(url, observer)
+        leases = rig.supervisor._held.leases
+        for module in (supervisor, lanes, core_lease):
+            monkeypatch.setattr(module, "uptime", lambda: uptime() + 4000.0)
+        wait_until(lambda: min(lease.remaining_seconds for lease in leases) > 2000.0, what="a renewal")
 
 
 def test_a_relay_with_lanes_does_not_wait_for_its_next_tick_to_connect_again(url, observer):

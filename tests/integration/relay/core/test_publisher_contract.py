@@ -12,6 +12,7 @@ import pytest
 from support import wait_until
 from takeover_support import LANES, Place, place
 
+from outbox._clients.clock import uptime
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.ports import Batches, Completed, LaneLost, Publisher, Unconfirmed
@@ -50,7 +51,7 @@ class Fake:
         self._broker = loop_fakes.Broker()
         self._source = loop_fakes.Table(rows).source()
         self._source.table.opened = 1
-        self.leases = [Lease(lane, 1, 600.0, time.monotonic()) for lane in rows]
+        self.leases = [Lease(lane, 1, 600.0, uptime()) for lane in rows]
 
     def publisher(self) -> Publisher:
         return self._broker.publisher(self._source)

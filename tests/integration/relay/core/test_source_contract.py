@@ -13,6 +13,7 @@ from polling_support import polling
 from support import wait_until
 from takeover_support import Tables
 
+from outbox._clients.clock import uptime
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.ports import Claim, LaneLost, Receipt, Source, UnsettledBatch
@@ -55,7 +56,7 @@ class Fake:
     def source(self) -> Source:
         source = self._table.source()
         for lane in range(LANES):
-            source.hold(Lease(lane, 1, 60.0, time.monotonic()))
+            source.hold(Lease(lane, 1, 60.0, uptime()))
         return source
 
     def left(self, lane: int) -> list[int]:

@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import pytest
-from takeover_support import LANES, place
+from takeover_support import LANES, Place, place
 
 from outbox._app import migrate as db
+from outbox.testing.fixtures import Database
 from relay.core.marker import StateLost
 from relay.core.ports import Completed
 
 __all__ = ["place"]
+
+
+@pytest.fixture
+def neighbour(place, outbox_postgres, outbox_kafka, outbox_postgres_server, _outbox_template):
+    """An outbox of the same server and the same name, in another database."""
+    name = f"{outbox_postgres.name}_other"
+    with Database(outbox_postgres_server.create_database(name, _outbox_template), name) as database:
+        made = Place(database, outbox_kafka, name=place.settings.name)
+        yield made
+        made.close()
+    outbox_postgres_server.drop_database(name)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_a_neighbours_markers_stop_the_lanes_and_its_worker_goes_on(place, neighbour, turns):
+    """Also its first ones, which a lane without a settled batch could have written."""
+    place.add()
+    worker = place.joined("a")
+    for _ in range(turns):
+        worker.turn(2)
+    neighbour.add()
+    other = neighbour.worker("b")
+    failed = other.join()
+    assert {type(error) for error in failed.values()} == {StateLost}
+    assert sorted(failed) == list(range(LANES))
+    assert "choose a new one" in str(failed[0])
+    assert other.fenced == []
+    assert set(neighbour.tables.batches().values()) == {None}
+    worker.drain()
+    assert place.all_once()
 
 
 def test_a_restore_to_before_exactly_once_began_stops_the_lanes(place):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Callable
 
 import pytest
 from confluent_kafka import Producer
@@ -12,11 +13,14 @@ from structlog.testing import capture_logs
 from support import wait_until
 from takeover_support import place
 
+from outbox._clients.clock import uptime
 from outbox._clients.first_messages import FirstMessages
 from outbox.event import DEAD_LETTER
 from relay.config import load, producer_options
+from relay.core import lease as core_lease
 from relay.core.lease import Lease
 from relay.core.ports import BatchRefused, Claim, Completed, DeliveryTimeout, Failed, Receipt, RecordMetadata
+from relay.kafka import producer as kafka_producer
 from relay.kafka.client import NewTopics, log_unreachable
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.producer import BatchProducer, Sending
@@ -174,10 +178,10 @@ def waits(monkeypatch) -> list[int]:
     waits: list[int] = []
     drain = BatchProducer.drain
 
-    def counted(self: BatchProducer, deadline: float) -> None:
+    def counted(self: BatchProducer, deadline: float, *more: Callable[[], bool]) -> None:
         ahead = sum(outcome is None for outcome in self._ahead.values())
         waits.append(max(ahead, sum(map(len, self.sent.values()))))
-        drain(self, deadline)
+        drain(self, deadline, *more)
 
     monkeypatch.setattr(BatchProducer, "drain", counted)
     return waits
@@ -314,7 +318,7 @@ def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_
     kind = outbox_kafka.name("Order")
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 1)
     sender = publisher(outbox_kafka, seconds=10.0, at_most_once=True)
-    assert sender.join([Lease(0, 1, 600.0, time.monotonic()), Lease(7, 1, 9.0, time.monotonic())]) == {}
+    assert sender.join([Lease(0, 1, 600.0, uptime()), Lease(7, 1, 9.0, uptime())]) == {}
     sent = sender.publish({0: [claim(1, kind)], 7: [claim(2, kind, lane=7), claim(3, kind, lane=7)]})
     assert isinstance(sent, Failed)
     assert isinstance(sent.error, DeliveryTimeout)
@@ -322,6 +326,36 @@ def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_
     assert {lane: published(receipt) for lane, receipt in sent.receipts.items()} == {0: [1], 7: []}
     sender.close()
     assert stored(outbox_kafka.consume(topic)) == [1]
+
+
+def test_at_most_once_what_a_suspended_machine_still_has_is_dropped_when_it_wakes(mortal_kafka, monkeypatch):
+    """Another relay has sent what comes after it. librdkafka's timers stood still, like the turn's deadline."""
+    cluster, topics = mortal_kafka
+    kind = topics.name("Order")
+    topics.create_topic(f"{kind.lower()}-events", 1)
+    sender = publisher(topics, at_most_once=True)
+    asleep = 0.0
+    monkeypatch.setattr(core_lease, "uptime", lambda: uptime() + asleep)
+
+    def suspend(point: str) -> None:
+        nonlocal asleep
+        asleep += 600.0 * (point == "batch.sent")
+
+    assert sender.join([Lease(0, 1, 600.0, uptime()), Lease(1, 1, 0.0, uptime())]) == {}
+    # A lease that ended before does not matter to the lanes that are sent.
+    sent = sender.publish({0: [claim(1, kind)], 1: [claim(2, kind, lane=1)]})
+    assert {lane: published(receipt) for lane, receipt in sent.receipts.items()} == {0: [1], 1: []}
+    cluster.pause_broker(0)
+    monkeypatch.setattr(kafka_producer, "failpoint", suspend)
+    began = time.monotonic()
+    sent = sender.publish({0: [claim(3, kind)]})
+    seconds = time.monotonic() - began
+    sender.close()
+    cluster.resume_broker(0)
+    assert isinstance(sent, Failed)
+    assert isinstance(sent.error, DeliveryTimeout)
+    assert sent.receipts[0].count == 0
+    assert seconds < sender._delivery_seconds
 
 
 def test_no_acknowledgement_in_time_is_a_failure_and_nothing_is_said_to_be_published(mortal_kafka):

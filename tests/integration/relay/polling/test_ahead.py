@@ -13,6 +13,7 @@ from support import backlog, tried, wait_until
 
 from outbox import Event, Outbox
 from outbox._app.choices import OnFailure
+from outbox._clients.clock import uptime
 from outbox.sandbox._process import patience
 from relay.core.lease import Lease
 from relay.core.ports import Batches, BatchRefused, Claim, Failed, LaneLost, Receipt, Sent, UnsettledBatch
@@ -58,7 +59,7 @@ def test_a_lane_lost_while_the_next_turn_is_read_gives_none_of_it(workers):
     for lane in (0, 2, 3):
         assert seen[lane] + rest[lane] == there[lane]
     # Taken again, while the others are read ahead: from the first that is not settled.
-    source.hold(Lease(1, lost.epoch + 1, 600.0, time.monotonic(), owner=lost.owner))
+    source.hold(Lease(1, lost.epoch + 1, 600.0, uptime(), owner=lost.owner))
     assert seen[1] + drain(source, worker.limits(20))[1] == there[1]
     assert backlog(worker.database.url) == 0
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from outbox._app.prometheus import Check
+from outbox._clients.clock import uptime
 from outbox.errors import SchemaError
 from relay.core.health import Reason, Wait, WorkerHealth, reason_of
 from relay.core.lease import Lease
@@ -31,7 +30,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.leases = [Lease(lane, 1, 1000.0, time.monotonic()) for lane in (0, 1)]
+        self.leases = [Lease(lane, 1, 1000.0, uptime()) for lane in (0, 1)]
         self.health = WorkerHealth(STANDING, lambda: self.now)
         self.turned_at = self.now
         self.health.ticked(started=True)
@@ -169,13 +168,13 @@ def test_lanes_that_are_not_held_any_more_do_not_count(worker):
 
 def test_a_lease_that_has_run_out_is_a_wait_since_then(worker):
     # A lease goes by the real clock.
-    began = time.monotonic()
+    began = uptime()
     worker.leases[1] = Lease(1, 1, 10.0, began - 25.0)
     (wait,) = worker.waits()
     assert (wait.reason, wait.lanes) == (Reason.LEASE_EXPIRED, [1])
-    assert 15 <= wait.seconds <= 15 + time.monotonic() - began
+    assert 15 <= wait.seconds <= 15 + uptime() - began
     assert worker.ready()
-    worker.leases[1] = Lease(1, 1, 10.0, time.monotonic() - 10.0 - STANDING)
+    worker.leases[1] = Lease(1, 1, 10.0, uptime() - 10.0 - STANDING)
     assert not worker.ready()
     # What the loop knows of it says more.
     worker.health.waits([1], LaneLocked(1))

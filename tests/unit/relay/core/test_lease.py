@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
+from outbox._clients.clock import uptime
 from relay.core.lease import HeldLanes, Lease, LetGo
 
 
 def test_letting_go_of_a_former_lease_leaves_the_lane_that_was_taken_again():
-    held, former, again = HeldLanes(), *(Lease(0, epoch, 60.0, time.monotonic()) for epoch in (1, 2))
+    held, former, again = HeldLanes(), *(Lease(0, epoch, 60.0, uptime()) for epoch in (1, 2))
     held.give([former])
     held.give([again])
     held.let_go(former, clean=False, lost=True)
@@ -18,7 +17,7 @@ def test_letting_go_of_a_former_lease_leaves_the_lane_that_was_taken_again():
 
 
 def test_a_lane_that_was_lost_and_taken_again_is_neither_lost_nor_recalled():
-    held, former, again = HeldLanes(), *(Lease(0, epoch, 60.0, time.monotonic()) for epoch in (1, 2))
+    held, former, again = HeldLanes(), *(Lease(0, epoch, 60.0, uptime()) for epoch in (1, 2))
     held.give([former])
     held.recall([0], lost=True)
     held.give([again])

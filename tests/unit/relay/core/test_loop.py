@@ -6,13 +6,13 @@ machine that stands still now and then.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 from loop_fakes import SETTINGS, Step, World, all_of, clock, in_order, spread
 
+from outbox._clients.clock import uptime
 from outbox.errors import SchemaError
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
@@ -94,7 +94,7 @@ def test_a_turn_of_many_lanes_has_no_more_events_than_four_lanes_may_have():
 def test_lanes_come_while_others_are_published_and_are_joined_alone():
     def more(batches: Batches) -> Sent:
         world.table.rows[7] = [70, 71]
-        world.held.give([Lease(7, 1, 60.0, time.monotonic())])
+        world.held.give([Lease(7, 1, 60.0, uptime())])
         return all_of(batches)
 
     world = World({0: [1, 2, 3]}, more)
@@ -106,7 +106,7 @@ def test_lanes_come_while_others_are_published_and_are_joined_alone():
 
 def test_a_lane_that_is_given_again_under_a_new_epoch_is_joined_again():
     def taken_again(batches: Batches) -> Sent:
-        world.held.give([Lease(0, 2, 60.0, time.monotonic())])
+        world.held.give([Lease(0, 2, 60.0, uptime())])
         return all_of(batches)
 
     world = World({0: [1, 2, 3], 1: [4]}, taken_again)
@@ -267,7 +267,7 @@ def test_an_idle_worker_waits_for_all_lanes_and_serves_its_client():
 @pytest.mark.parametrize(
     ("change", "waited", "published"),
     [
-        (lambda world: world.held.give([Lease(5, 1, 60.0, time.monotonic())]), {0, 1, 5}, []),
+        (lambda world: world.held.give([Lease(5, 1, 60.0, uptime())]), {0, 1, 5}, []),
         (lambda world: world.held.recall([1]), {0}, []),
         (lambda world: world.table.rows[1].append(1), {0, 1}, [1]),
     ],

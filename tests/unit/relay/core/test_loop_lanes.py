@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from loop_fakes import SETTINGS, Clock, OnePublisher, OneSource, Step, World, all_of, clock, in_order, spread
 
+from outbox._clients.clock import uptime
 from relay.core import loop
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
@@ -165,7 +166,7 @@ def test_a_lane_that_is_lost_when_it_has_been_taken_again_goes_on():
     world.table.unconfirmed = True
 
     def taken_again(batches: Batches) -> Sent:
-        world.held.give([Lease(0, 2, 60.0, time.monotonic())])
+        world.held.give([Lease(0, 2, 60.0, uptime())])
         world.table.fail_lanes = {0: [LaneLost("epoch is over")]}
         return all_of(batches)
 
@@ -217,14 +218,14 @@ def test_an_event_that_can_never_be_settled_is_sent_once_and_named_and_those_bef
 def test_nothing_of_a_lane_is_fetched_while_its_lease_may_be_over_and_the_others_go_on():
     rows = {0: [1, 3, 5], 1: [2, 4]}
     world = World(rows)
-    over = world.leases[1] = Lease(1, 1, 60.0, time.monotonic() - 60.0)
+    over = world.leases[1] = Lease(1, 1, 60.0, uptime() - 60.0)
     world.held.give([over])
 
     def idle(_lanes: Collection[int]) -> None:
         if not world.table.rows[0] and not over.secure:
             assert world.broker.joins == [[0]]
             assert world.table.rows[1] == [2, 4]
-            over.renewed(time.monotonic())
+            over.renewed(uptime())
         elif not world.table.left:
             world.stop.set()
 
@@ -242,7 +243,7 @@ def test_a_lane_whose_lease_runs_out_rests_until_it_is_renewed():
         return all_of(batches)
 
     def again(batches: Batches) -> Sent:
-        world.leases[1].renewed(time.monotonic())
+        world.leases[1].renewed(uptime())
         return all_of(batches)
 
     world.broker.script = [run_out, again]

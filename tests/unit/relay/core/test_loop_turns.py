@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from loop_fakes import SETTINGS, OneSource, Step, World, all_of, claim, clock, in_order, spread
 
+from outbox._clients.clock import uptime
 from relay.core.lease import Lease
 from relay.core.ports import (
     Batches,
@@ -459,7 +459,7 @@ def test_retried_events_whose_lease_would_not_outlast_a_second_publish_go_with_t
 
     def slowly(batches: Batches) -> Sent:
         for lease in world.held.leases:
-            lease._until = time.monotonic() + 4.0
+            lease._until = uptime() + 4.0
         return all_of(batches)
 
     world.broker.script = [slowly]

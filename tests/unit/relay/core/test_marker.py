@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relay.core.marker import Marker, StateLost, resume
+from relay.core.marker import Identity, Marker, StateLost, resume
 
 _SYSTEM = "7300000000000000001"
+_HERE = Identity(_SYSTEM, 1, "db.outbox")
 _NUMBERS = st.integers(0, 2**63 - 1)
 # JSON as orjson can write it, with what is likely to hurt: huge and negative numbers, texts that are no numbers.
 _JSON = st.recursive(
@@ -120,11 +121,11 @@ def test_a_marker_that_lacks_an_event_id_is_refused() -> None:
 )
 def test_a_lane_goes_on_from_its_marker(last_batch: int | None, batch: int | None) -> None:
     marker = None if batch is None else _marker(batch)
-    assert resume(0, last_batch, marker, _SYSTEM, 1) == marker
+    assert resume(0, last_batch, marker, _HERE) == marker
 
 
 def test_a_lane_that_has_never_been_relayed_has_no_marker() -> None:
-    assert resume(0, None, None, _SYSTEM, 1) is None
+    assert resume(0, None, None, _HERE) is None
 
 
 @pytest.mark.parametrize(
@@ -142,22 +143,31 @@ def test_a_lane_that_has_never_been_relayed_has_no_marker() -> None:
 )
 def test_a_lane_stops_when_one_side_went_back(last_batch: int | None, batch: int | None, reason: str) -> None:
     with pytest.raises(StateLost, match=reason):
-        resume(5, last_batch, None if batch is None else _marker(batch), _SYSTEM, 1)
+        resume(5, last_batch, None if batch is None else _marker(batch), _HERE)
 
 
 @pytest.mark.parametrize("last_batch", [None, 7, 8, 9])
 def test_a_lane_stops_at_the_marker_of_another_database(last_batch: int | None) -> None:
     with pytest.raises(StateLost, match="was written for the database 42"):
-        resume(5, last_batch, _marker(8, "42"), _SYSTEM, 1)
+        resume(5, last_batch, _marker(8, "42"), _HERE)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_the_marker_of_another_outbox_of_the_server_is_not_that_of_a_lane_without_a_batch(batch: int) -> None:
+    """Of one with a batch it may be: its database was renamed since."""
+    marker = replace(_marker(batch), outbox="db.other")
+    assert resume(5, batch, marker, _HERE) == marker
+    with pytest.raises(StateLost, match=r"db\.other, this is db\.outbox.*OUTBOX_NAME: choose a new one"):
+        resume(5, None, marker, _HERE)
 
 
 @pytest.mark.parametrize("last_batch", [7, 8])
 def test_the_primary_from_before_a_failover_does_not_go_on(last_batch: int | None) -> None:
     marker = replace(_marker(8), timeline=3)
     for timeline in (3, 4):
-        assert resume(5, last_batch, marker, _SYSTEM, timeline) == marker
+        assert resume(5, last_batch, marker, replace(_HERE, timeline=timeline)) == marker
     with pytest.raises(StateLost, match=r"lane 5: .*timeline 3, this server is on timeline 2.*OUTBOX_DATABASE_URL"):
-        resume(5, last_batch, marker, _SYSTEM, 2)
+        resume(5, last_batch, marker, replace(_HERE, timeline=2))
 
 
 @settings(deadline=None)
@@ -168,7 +178,7 @@ def test_a_lane_goes_on_only_from_a_fresh_start_the_settled_batch_or_the_next(
     marker = None if batch is None else _marker(batch)
     goes_on = batch in {None, 1, 2} if last_batch is None else (batch or 0) - last_batch in {0, 1}
     try:
-        assert resume(0, last_batch, marker, _SYSTEM, 1) == marker
+        assert resume(0, last_batch, marker, _HERE) == marker
         assert goes_on
     except StateLost:
         assert not goes_on

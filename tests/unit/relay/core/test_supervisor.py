@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import relay.supervisor
+from outbox._clients.clock import uptime
 from relay.config import load
 from relay.core import reports
 from relay.core.lease import Lease
@@ -36,7 +37,7 @@ class Table:
 def supervisor() -> Supervisor:
     settings: dict[str, Any] = {"relay": {"instance": "me"}, "kafka": {"bootstrap.servers": "127.0.0.1:1"}}
     made = build(load(database_url="postgresql://127.0.0.1:1/x", **settings))
-    made._held.give([Lease(lane, 1, 60.0, time.monotonic()) for lane in range(LANES)])
+    made._held.give([Lease(lane, 1, 60.0, uptime()) for lane in range(LANES)])
     return made
 
 
