@@ -125,7 +125,6 @@ KEEP_TO_THE_INDEX: Final[LiteralString] = "SELECT " + ", ".join(
     f"set_config('{name}', 'off', %(local)s)" for name in _INDEX_ONLY
 )
 STATEMENT_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
-ONE_SNAPSHOT: Final = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"
 END_IDLE: Final = "SELECT set_config('idle_in_transaction_session_timeout', %(ttl_ms)s, true)"
 
 
