@@ -16,7 +16,7 @@ from outbox._clients.search_path import PinnedConnection
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.core.ports import DatabaseUnavailable, StandingError, Unavailable
-from relay.settle.statements import ONE_SNAPSHOT, STATEMENT_LIMIT
+from relay.settle.statements import NOT_DELETED, STATEMENT_LIMIT
 
 # Transient conditions: Postgres is starting or stopping, is out of connections, cancelled the statement, or chose this
 # transaction as a victim. (https://www.postgresql.org/docs/current/errcodes-appendix.html, classes 08, 40, 53, 55, 57)
@@ -66,10 +66,16 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
 @contextmanager
 def one_snapshot(connection: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
     """Read everything in this block in one snapshot. A statement that takes longer than ``seconds`` is cancelled."""
-    with connection.transaction():
-        connection.execute(ONE_SNAPSHOT)
-        connection.execute(STATEMENT_LIMIT, (f"{seconds:g}s",))
-        yield
+    before = connection.isolation_level, connection.read_only
+    # With its BEGIN: behind a pooler the settings follow, and after a statement the level can't change any more.
+    connection.isolation_level, connection.read_only = psycopg.IsolationLevel.REPEATABLE_READ, True
+    try:
+        with connection.transaction():
+            connection.execute(STATEMENT_LIMIT, (f"{seconds:g}s",))
+            yield
+    finally:
+        if not connection.closed:
+            connection.isolation_level, connection.read_only = before
 
 
 def is_cut_short(error: BaseException) -> bool:
@@ -86,6 +92,11 @@ def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | 
             return SchemaError(f"{text}: a publication of deletes has the outbox's table; see `outbox doctor`")
         if isinstance(error, errors.InvalidColumnReference):
             return SchemaError(f"{text}; see `outbox db check`")
+    if NOT_DELETED in text:
+        return StandingError(
+            f"Postgres, {doing}: rows can't be deleted, although no statement fails: a trigger or a policy of row "
+            "security keeps them. Drop it; see `outbox db check`. Until then nothing of the lane is published"
+        )
     if isinstance(error, errors.ReadOnlySqlTransaction) or error.diag.source_file == _RECOVERY:
         # A failover in progress, or a provider that protects a full disk.
         return DatabaseUnavailable(

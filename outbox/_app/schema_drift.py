@@ -62,6 +62,10 @@ SELECT rel.relname, 'trigger', t.tgname, concat_ws(' ', pg_get_triggerdef(t.oid)
  WHERE NOT (t.tgname = 'outbox_ledger' AND t.tgenabled = 'O'
             AND t.tgfoid = to_regproc(quote_ident(:schema) || '.count_in_ledger'))
 UNION ALL
+SELECT rel.relname, 'child', format('%I.%I', n.nspname, c.relname), 'a table whose rows no relay publishes'
+  FROM rel JOIN pg_inherits i ON i.inhparent = rel.oid AND rel.relkind = 'r'
+  JOIN pg_class c ON c.oid = i.inhrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+UNION ALL
 SELECT rel.relname, 'rule', r.rulename, concat_ws(' ', pg_get_ruledef(r.oid),
            CASE r.ev_enabled WHEN 'D' THEN 'disabled' WHEN 'A' THEN 'always' WHEN 'R' THEN 'on replicas' END)
   FROM rel JOIN pg_rewrite r ON r.ev_class = rel.oid

@@ -37,6 +37,9 @@ from psycopg.abc import Params
 from outbox._clients.pipeline import pipeline
 
 PIN: Final = "SET search_path = pg_catalog"
+_READ_COMMITTED: Final = "SET default_transaction_isolation = 'read committed'"
+"""A role's or a database's default may be another: a statement would then see what was there when it began, however
+long it runs, and a row that another session has changed would be an error."""
 PIN_LOCAL: Final = "SET LOCAL search_path = pg_catalog"
 _PIN_RETURNING_PATH: Final = """
 WITH before AS MATERIALIZED (SELECT pg_catalog.current_setting('search_path') AS path)
@@ -81,14 +84,18 @@ class PinnedConnection(psycopg.Connection[Any]):
     _depth = 0
 
     def pin(self) -> None:
-        """Pin the search path. To be called once, before anything else. Closes the connection on an error."""
+        """Pin the search path and the isolation level. To be called once, before anything else.
+
+        Closes the connection on an error.
+        """
         try:
             self.pooled = is_pooled(self)
             if self.pooled:
                 self.set_in_transactions({})
                 self.cursor_factory = _PooledCursor
+                self.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             else:
-                self.execute(PIN)
+                self.execute(f"{PIN}; {_READ_COMMITTED}")
         except BaseException:
             self.close()
             raise

@@ -26,13 +26,13 @@ MARGIN: Final = dt.timedelta(hours=1)
 """Messages have the relay's clock, rows the database's."""
 _SETTLE_ROWS: Final = 10_000
 
-_COUNT: Final = "SELECT lane, count(*) FROM {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
+_COUNT: Final = "SELECT lane, count(*) FROM ONLY {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
 
 # A time to come was made up by the writer: its message may be anywhere.
 _KINDS: Final = """
 SELECT aggregate_type, coalesce(headers ? %(dead)s, false),
        min(CASE WHEN created_at > clock_timestamp() THEN '1970-01-01' ELSE {created_at} END)
-  FROM {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
+  FROM ONLY {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
 
 _KEEP: Final = """
 UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
@@ -46,7 +46,7 @@ _LIST: Final = (
     """INSERT INTO pg_temp.outbox_reconcile (lane, id, event_id, mark, content)
        SELECT lane, id, event_id, coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, ''),
               sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8')))
-         FROM {events} WHERE lane = ANY(%(lanes)s::smallint[])""",
+         FROM ONLY {events} WHERE lane = ANY(%(lanes)s::smallint[])""",
     "CREATE INDEX ON pg_temp.outbox_reconcile (event_id)",
     "CREATE INDEX ON pg_temp.outbox_reconcile (lane, id)",
     "ANALYZE pg_temp.outbox_reconcile",
@@ -71,17 +71,18 @@ _FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE f
 _SETTLE: Final = """
 WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
                  WHERE found AND lane = %(lane)s AND id > %(after)s ORDER BY id LIMIT %(rows)s),
-     gone AS (DELETE FROM {events} WHERE ctid = ANY(ARRAY(
+     found AS MATERIALIZED (SELECT ARRAY(
          SELECT e.place
            FROM picked AS p
-          CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
-                               WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id LIMIT 1) AS e))
-         RETURNING *){kept},
+          CROSS JOIN LATERAL (SELECT e.ctid AS place FROM ONLY {events} AS e
+                               WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id LIMIT 1) AS e)
+         AS places),
+     gone AS (DELETE FROM ONLY {events} WHERE ctid = ANY((SELECT places FROM found)::tid[]) RETURNING *){kept},
      failed AS MATERIALIZED (
          SELECT p.id FROM picked AS p
           CROSS JOIN LATERAL (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = p.id LIMIT 1) AS f),
      forgotten AS (DELETE FROM {failures} AS f USING failed AS p WHERE f.lane = %(lane)s AND f.id = p.id)
-SELECT max(id) FROM picked"""
+SELECT max(id), {all_gone} FROM picked"""
 
 
 class Lane(NamedTuple):
@@ -201,7 +202,7 @@ class LaneRows:
                 kept = self._connection.execute(sql.SQL(_KEEP).format(**self._names), values).fetchone()
                 if kept is None:
                     raise taken(lane)
-                [(after,)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
+                [(after, _)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
             failpoint("reconcile.settling")
 
     def run(self, statement: str, values: Any, doing: str, **names: sql.Composable) -> list[Any]:

@@ -72,7 +72,7 @@ SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system(
 _GONE: Final = """
 SELECT count(*)
   FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS named(id, event_id)
-  LEFT JOIN LATERAL (SELECT true AS there FROM {events} AS e
+  LEFT JOIN LATERAL (SELECT true AS there FROM ONLY {events} AS e
                       WHERE e.lane = %(lane)s AND e.id = named.id AND e.event_id = named.event_id LIMIT 1) AS e ON true
  WHERE e.there IS NULL"""
 

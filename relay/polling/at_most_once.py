@@ -4,6 +4,8 @@
 |-----------------------------------------------|-------------------------------------------------------------------|
 | killed before the rows are deleted            | nothing was sent; the next holder of the lane reads them          |
 | killed after that                             | at most one batch of each lane is lost, silently                  |
+| Postgres refuses the DELETE, or a trigger or  | nothing is sent, and nothing is lost                              |
+| row security keeps the rows                   |                                                                   |
 | the result of the DELETE is lost              | the same: the batch is not sent, and counted as lost              |
 | another session has locked the lane's row     | its rows stay, and are read again; the other lanes are sent       |
 | it sleeps between the DELETE and the sending, | what has not been given to librdkafka is not sent, and what has   |
@@ -74,7 +76,12 @@ class AtMostOnceSource(PollingSource):
             self.settlement.lanes[lane].pending = UnsettledBatch(claims)
         # Set before the result arrives, which may be lost although the rows are deleted.
         self._sent = {lane: len(claims) for lane, claims in fetched.batches.items()}
-        failed = self.settlement.settle(list(fetched.batches))
+        try:
+            failed = self.settlement.settle(list(fetched.batches))
+        except SchemaError:
+            # Refused, so the rows are still there.
+            self._sent = {}
+            raise
         for lane in failed:
             # Never sent: as pending rows they would be deleted with the next turn.
             self.settlement.lanes[lane].pending = NOTHING

@@ -36,7 +36,7 @@ _FITTING: Final = """(SELECT greatest(1, count(*) FILTER (WHERE total <= %(max_b
                           coalesce(max(total) FILTER (WHERE total <= %(max_bytes)s), min(total), 0) AS bytes,
                           min(id) AS first
                      FROM (SELECT id, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) AS total
-                             FROM (SELECT id, {size} AS size FROM {events} AS e WHERE {conditions}
+                             FROM (SELECT id, {size} AS size FROM ONLY {events} AS e WHERE {conditions}
                                     ORDER BY id LIMIT {most}) AS sized) AS summed)"""
 
 # Lane after lane, until the turn is full. A lane with events but no room is reported by one row without an id, behind
@@ -49,7 +49,7 @@ SELECT e.*, l.lane
                               AS l(lane, above, after, most)
                  CROSS JOIN LATERAL {fitting} AS f) AS l) AS l
   LEFT JOIN LATERAL (
-     SELECT {columns}, NULL FROM {events} AS e
+     SELECT {columns}, NULL FROM ONLY {events} AS e
       WHERE (l.running <= %(turn_bytes)s OR l.running = l.bytes) AND id >= l.first AND {conditions}
       ORDER BY id LIMIT l.fitting) AS e ON true
  WHERE e.id IS NOT NULL OR (l.there > 0 AND l.running > %(turn_bytes)s)"""
@@ -71,20 +71,20 @@ _NOT_LEFT_OUT: Final = """ AND NOT EXISTS (
         WHERE o.kind = e.aggregate_type AND o.copy = coalesce(e.headers ? %(copy)s, false))"""
 
 _READ_SKIP_BLOCKED: Final = """
-SELECT {columns}, NULL, lane FROM {events} AS e WHERE {conditions}
+SELECT {columns}, NULL, lane FROM ONLY {events} AS e WHERE {conditions}
  ORDER BY id LIMIT (SELECT fitting FROM {fitting} AS f)"""
 
 # Failed events that are due, the first of each key. They may be below the mark if they were put back.
 # clock_timestamp() is volatile, and no index can be searched by it. OFFSET 0: as in _NOT_BLOCKED.
 _READ_DUE: Final = """
 SELECT {columns}, NULL, lane
-  FROM {events} AS e
+  FROM ONLY {events} AS e
  WHERE lane = %(lane)s AND id <> ALL(%(pending)s::bigint[])
    AND id = ANY(ARRAY(
             SELECT f.id FROM {failures} AS f
               WHERE f.lane = %(lane)s AND f.next_attempt_at < 'infinity' AND f.next_attempt_at <= statement_timestamp()
                 AND f.id <> ALL(%(pending)s::bigint[])
-                AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id{usable} OFFSET 0)
+                AND EXISTS (SELECT FROM ONLY {events} AS e WHERE e.lane = f.lane AND e.id = f.id{usable} OFFSET 0)
                 AND (NOT f.blocks OR NOT EXISTS (SELECT FROM {failures} AS g
                                       WHERE g.lane = f.lane AND g.aggregate_type = f.aggregate_type
                                         AND hashtextextended(g.aggregate_id, 0) = hashtextextended(f.aggregate_id, 0)
@@ -95,7 +95,7 @@ SELECT {columns}, NULL, lane
 # A window of the rows up to the mark: how many there are, the last one, and those that are free to go. See sweep.py.
 _SWEEP: Final = """
 WITH there AS MATERIALIZED (
-    SELECT id, lane, aggregate_type, aggregate_id, headers FROM {events} AS e
+    SELECT id, lane, aggregate_type, aggregate_id, headers FROM ONLY {events} AS e
      WHERE lane = %(lane)s AND id > %(above)s AND id <= %(upto)s
      ORDER BY id LIMIT %(window)s)
 SELECT (SELECT count(*) FROM there), (SELECT max(id) FROM there),
@@ -127,7 +127,7 @@ SELECT l.lane FROM unnest(%(lanes)s::smallint[]) AS l(lane)
 # The mark may rise to a lane's last id while events wait, so that they are not visited by each read. See
 # low_water_mark.py. From the top, dead rows that an old snapshot keeps are visited: it is read once for each rise.
 _LAST_IDS: Final = """
-SELECT l.lane, (SELECT id FROM {events} AS e WHERE e.lane = l.lane AND e.id > l.above ORDER BY id DESC LIMIT 1)
+SELECT l.lane, (SELECT id FROM ONLY {events} AS e WHERE e.lane = l.lane AND e.id > l.above ORDER BY id DESC LIMIT 1)
   FROM unnest(%(lanes)s::smallint[], %(above)s::bigint[]) AS l(lane, above)"""
 
 # What the next holder of a lane may start from; see row_marks.py. A row that another session has locked is passed.
@@ -148,15 +148,15 @@ SELECT l.lane, l.low_water_mark, l.mark_failures, (SELECT system_identifier::tex
 
 # By id and event id: after a restore another event may have the id. LIMIT and ctid as in settle/statements.py.
 _SETTLE_MARKER: Final = """
-WITH gone AS (
-    DELETE FROM {events} WHERE ctid = ANY(ARRAY(
+WITH found AS MATERIALIZED (
+    SELECT ARRAY(
         SELECT e.place
           FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS p(place_id, place_event_id)
-         CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
+         CROSS JOIN LATERAL (SELECT e.ctid AS place FROM ONLY {events} AS e
                               WHERE e.lane = %(lane)s AND e.id = p.place_id AND e.event_id = p.place_event_id
-                              LIMIT 1) AS e))
-    RETURNING *){kept}
-SELECT count(*) FROM gone"""
+                              LIMIT 1) AS e) AS places),
+gone AS (DELETE FROM ONLY {events} WHERE ctid = ANY((SELECT places FROM found)::tid[]) RETURNING *){kept}
+SELECT count(*), {all_gone} FROM gone"""
 
 KEPT: Final[LiteralString] = """,
 kept AS (
@@ -230,7 +230,7 @@ BEGIN
         IF now_seen <> seen AND asked_at >= look_at THEN
             seen := now_seen;
             PERFORM FROM unnest({lanes}::smallint[], {above}::bigint[]) AS l(lane, above)
-              CROSS JOIN LATERAL (SELECT FROM {events} AS e WHERE e.lane = l.lane AND e.id > l.above LIMIT 1) AS e
+              CROSS JOIN LATERAL (SELECT FROM ONLY {events} AS e WHERE e.lane = l.lane AND e.id > l.above LIMIT 1) AS e
               LIMIT 1;
             EXIT WHEN FOUND;
             look_at := clock_timestamp() + 30 * (clock_timestamp() - asked_at);

@@ -24,6 +24,7 @@ from relay.database import begin_session, unavailable_on_error
 from relay.polling.kept_marks import Server
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import SERVER, Queries
+from relay.row_access import require_all_rows
 from relay.settle.settlement import Settlement, Settling
 from relay.settle.statements import KEEP_TO_THE_INDEX
 
@@ -87,7 +88,7 @@ class Session:
     """One connection, in autocommit. ``settlement`` settles on it; ``ahead`` is the read in progress, if any.
 
     ``connect`` opens a new connection. ``pooled``: it goes through PgBouncer in transaction mode, so session state and
-    prepared plans are not used.
+    prepared plans are not used. Raises StandingError if rows are hidden; see row_access.py.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Session:
                 self.pooled = not begin_session(self.connection)
                 if not self.pooled:
                     self.connection.execute(KEEP_TO_THE_INDEX, {"local": False})
+                require_all_rows(self.connection, schema)
         except BaseException:
             self.connection.close()
             raise

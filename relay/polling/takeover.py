@@ -165,7 +165,7 @@ class RowTakeover:
 
     def _settle_marker(self, lane: int, adopted: Marker) -> None:
         ids = list(adopted.positions)
-        ((gone,),) = self._session.rows(
+        ((gone, _),) = self._session.rows(
             self._queries.settle_marker, lane=lane, ids=ids, event_ids=list(adopted.event_ids)
         )
         if gone != len(ids):

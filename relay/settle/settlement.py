@@ -24,6 +24,8 @@ lane, so a full socket can't delay the commit.
 | a lane's row is locked by another session   | that lane is skipped and retried; the others are settled              |
 | killed while it runs in the background, and | at-least-once only: neither turn is settled, or the first one is;     |
 | the next turn is published already          | what was not settled is published again, in order, at most a batch    |
+| rows are left by its DELETE (a trigger, row | an error undoes it, so the rows still count as not settled, in the    |
+| security)                                   | lane's row too: their lane stops, and does not publish them again     |
 | no row of lanes is written (lease is young) | the row's lock is a change too: the commit flushes the WAL            |
 | another session has written a lane's row    | its version is not the known one: the row is looked up by the lane's  |
 |                                             | number, at once                                                       |
@@ -47,6 +49,7 @@ from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
+from psycopg.pq import TransactionStatus
 
 from outbox._clients.clock import uptime
 from outbox._clients.pipeline import pipeline
@@ -57,7 +60,14 @@ from relay.core.lease import Lease
 from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, RecordMetadata, UnsettledBatch
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
-from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
+from relay.settle.statements import (
+    END_IDLE,
+    KEEP_TO_THE_INDEX,
+    NOT_DELETED,
+    SettlingStatements,
+    array,
+    lease_values,
+)
 
 RENEW_PART: Final = 0.7
 """A lease with less than this part of its time left is renewed with the next turn."""
@@ -203,7 +213,7 @@ class Settlement:
         version misses a row that has moved, and is repeated only after the commit.
         """
         sent = self._new(lanes, by_number=by_number)
-        sent.cursor.execute(*self._statement(sent), prepare=not self._pooled)
+        self._execute(sent, *self._statement(sent))
         return sent
 
     def answered(self, sent: RunningStatement) -> dict[int, OutboxError]:
@@ -232,7 +242,7 @@ class Settlement:
         query, values = self._statement(sent)
 
         def execute() -> None:
-            sent.cursor.execute(query, values, prepare=True)
+            self._execute(sent, query, values)
 
         self.background.start(execute)
         return sent
@@ -367,6 +377,15 @@ class Settlement:
     def _statement(self, sent: RunningStatement) -> tuple[sql.Composed, dict[str, Any]]:
         statements = self.statements
         return statements.settle_by_version if sent.by_version else statements.settle, self._values(sent)
+
+    def _execute(self, sent: RunningStatement, query: sql.Composed, values: dict[str, Any]) -> None:
+        """Execute the statement; once more if it has left rows, which another session may have deleted meanwhile."""
+        try:
+            sent.cursor.execute(query, values, prepare=not self._pooled)
+        except psycopg.DataError as error:
+            if NOT_DELETED not in str(error) or self._connection.info.transaction_status != TransactionStatus.IDLE:
+                raise
+            sent.cursor.execute(query, values, prepare=not self._pooled)
 
     def _ask(self, lanes: Collection[int]) -> list[int]:
         """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""

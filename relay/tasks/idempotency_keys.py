@@ -21,8 +21,8 @@ log = structlog.get_logger("relay")
 _AT_ONCE: Final = 5_000
 
 _FORGET: Final = """
-DELETE FROM {idempotency_keys} AS k WHERE k.ctid = ANY(ARRAY(
-    SELECT ctid FROM {idempotency_keys} AS old WHERE added_at < now() - make_interval(days => %(days)s::int)
+DELETE FROM ONLY {idempotency_keys} AS k WHERE k.ctid = ANY(ARRAY(
+    SELECT ctid FROM ONLY {idempotency_keys} AS old WHERE added_at < now() - make_interval(days => %(days)s::int)
        AND NOT EXISTS (SELECT FROM {scheduled} AS s WHERE s.event_id = old.event_id)
      ORDER BY added_at LIMIT %(most)s))"""
 

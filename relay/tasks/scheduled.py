@@ -63,18 +63,18 @@ _MOVE: Final = """
 WITH mover AS MATERIALIZED (
     SELECT pg_try_advisory_xact_lock(hashtextextended(%(lock)s, 0)) AS ours),
 due AS MATERIALIZED (
-    SELECT s.ctid AS place, s.not_before, s.id FROM {scheduled} AS s
+    SELECT s.ctid AS place, s.not_before, s.id FROM ONLY {scheduled} AS s
      WHERE (s.not_before, s.id) > (greatest({since}, %(after)s::timestamptz), %(after_id)s::bigint)
        AND s.not_before <= now() AND (SELECT ours FROM mover)
      ORDER BY s.not_before, s.id LIMIT %(most)s FOR UPDATE SKIP LOCKED),
-gone AS (
-    DELETE FROM {scheduled} AS s WHERE s.ctid = ANY(ARRAY(SELECT place FROM due)) RETURNING s.*),
+found AS MATERIALIZED (SELECT ARRAY(SELECT place FROM due) AS places),
+gone AS (DELETE FROM ONLY {scheduled} WHERE ctid = ANY((SELECT places FROM found)::tid[]) RETURNING *),
 moved AS (
     INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers)
     SELECT event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers
       FROM gone ORDER BY not_before, id
     RETURNING 1)
-SELECT (SELECT count(*) FROM moved), d.not_before::text, d.id
+SELECT (SELECT count(*) FROM moved), d.not_before::text, d.id, {all_gone}
   FROM (SELECT 1) AS one LEFT JOIN (SELECT not_before, id FROM due ORDER BY not_before DESC, id DESC LIMIT 1) AS d
        ON true"""
 
@@ -161,7 +161,7 @@ class ScheduledEvents:
         back, after = self._due.seconds_back(), ["-infinity", 0]
         while moved == _AT_ONCE:
             values = {"lock": self._lock, "most": _AT_ONCE, "back": back, "after": after[0], "after_id": after[1]}
-            moved, *after = self._one(connection, self._move_query, **values)
+            moved, *after, _ = self._one(connection, self._move_query, **values)
             total += moved
         back = self._due.seconds_back()
         self._due.set(self._one(connection, self._next_query, back=back)[0], back)

@@ -25,16 +25,16 @@ UPDATE {lanes} SET streaming = %(streaming)s
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
 _HIGHEST_IDS: Final = """
-SELECT a.lane, (SELECT coalesce(max(e.id), 0) FROM {events} AS e WHERE e.lane = a.lane)
+SELECT a.lane, (SELECT coalesce(max(e.id), 0) FROM ONLY {events} AS e WHERE e.lane = a.lane)
   FROM unnest(%(lanes)s::smallint[]) AS a(lane)"""
 
 _ANY_UP_TO: Final = """
-SELECT a.lane, EXISTS (SELECT FROM {events} AS e WHERE e.lane = a.lane AND e.id <= a.id)
+SELECT a.lane, EXISTS (SELECT FROM ONLY {events} AS e WHERE e.lane = a.lane AND e.id <= a.id)
   FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[]) AS a(lane, id)"""
 
 _MORE: Final = """
 SELECT a.lane, (SELECT count(*)
-                  FROM (SELECT FROM {events} AS e WHERE e.lane = a.lane AND e.id > a.id LIMIT a.most) AS more)
+                  FROM (SELECT FROM ONLY {events} AS e WHERE e.lane = a.lane AND e.id > a.id LIMIT a.most) AS more)
   FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[], %(most)s::bigint[]) AS a(lane, id, most)"""
 
 # The end of the WAL, and whether the transactions that were open when the slot was made have ended.
@@ -44,10 +44,10 @@ SELECT (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint,
   FROM {streams}"""
 
 _LOWEST: Final = """
-SELECT min(id), (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint FROM {events} WHERE lane = %(lane)s"""
+SELECT min(id), (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint FROM ONLY {events} WHERE lane = %(lane)s"""
 
 _WHICH: Final = """
-SELECT l.lane, ARRAY(SELECT e.id FROM {events} AS e WHERE e.lane = l.lane AND e.id = ANY(m.ids::bigint[])),
+SELECT l.lane, ARRAY(SELECT e.id FROM ONLY {events} AS e WHERE e.lane = l.lane AND e.id = ANY(m.ids::bigint[])),
        pg_current_snapshot()::text
   FROM {lanes} AS l
   JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(ids)s::text[]) AS m(lane, epoch, ids) ON {ours}"""
@@ -61,9 +61,9 @@ SELECT e.*, s.lane, s.cut
                        sum(e.size) OVER (PARTITION BY a.lane ORDER BY a.n ROWS UNBOUNDED PRECEDING) - e.size AS before
                   FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[], %(numbers)s::int[], %(rooms)s::bigint[])
                               AS a(lane, id, n, room)
-                 CROSS JOIN LATERAL (SELECT {size} AS size FROM {events} AS e
+                 CROSS JOIN LATERAL (SELECT {size} AS size FROM ONLY {events} AS e
                                       WHERE e.lane = a.lane AND e.id = a.id OFFSET 0) AS e) AS sized) AS s
- CROSS JOIN LATERAL (SELECT {columns} FROM {events} AS e WHERE e.lane = s.lane AND e.id = s.id OFFSET 0) AS e
+ CROSS JOIN LATERAL (SELECT {columns} FROM ONLY {events} AS e WHERE e.lane = s.lane AND e.id = s.id OFFSET 0) AS e
  WHERE s.before < s.room"""
 
 # Of each lane all of its rows, in one scan of the index (from Postgres 17 on); or one row without an id, if there are
@@ -72,9 +72,9 @@ _READ_ALL: Final = """
 SELECT e.*, l.lane, NULL::int
   FROM (SELECT l.*, s.bytes
           FROM unnest(%(lanes)s::smallint[], %(ids)s::text[], %(rooms)s::bigint[]) AS l(lane, ids, room)
-         CROSS JOIN LATERAL (SELECT sum({size}) AS bytes FROM {events} AS e
+         CROSS JOIN LATERAL (SELECT sum({size}) AS bytes FROM ONLY {events} AS e
                               WHERE e.lane = l.lane AND e.id = ANY(l.ids::bigint[])) AS s) AS l
-  LEFT JOIN LATERAL (SELECT {columns} FROM {events} AS e
+  LEFT JOIN LATERAL (SELECT {columns} FROM ONLY {events} AS e
                       WHERE l.bytes <= l.room AND e.lane = l.lane AND e.id = ANY(l.ids::bigint[])
                      OFFSET 0) AS e ON true"""
 

@@ -19,6 +19,11 @@ from relay.cli.app import app
 from relay.operations.roles import RoleKind
 
 NOW = dt.datetime.now(dt.UTC)
+# Of a table of the outbox: a DELETE leaves its rows, and reports no error.
+KEEP = (
+    "CREATE FUNCTION outbox.keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'; "
+    "CREATE TRIGGER keep BEFORE DELETE ON outbox.{} FOR EACH ROW EXECUTE FUNCTION outbox.keep()"
+).format
 _OF_LANE = {"lane": 0, "id": 1}
 _EVENT = {"aggregate_type": "Order", "aggregate_id": "k"}
 _FAILED = {"attempts": 1, "last_error": "e", "first_failed_at": NOW}

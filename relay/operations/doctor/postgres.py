@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from relay.insights import without_event
 from relay.operations.guarantee import slot_cost
 from relay.operations.recover import CLOCKS
 from relay.operations.wal_setup import Cdc, Status
+from relay.row_access import RowProblem, row_problems
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import names_of
 from relay.wal.slot import Slot, slot_names
@@ -86,6 +87,7 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
 
     yield Check("Postgres", ask(_SERVER), _server)
     yield Check("ids of events", partial(check_ids, connection, schema), grant=f"SELECT on the tables of {schema}")
+    yield Check("rows", partial(row_problems, connection, schema, every_role=True), _rows)
     # What follows reads these tables.
     yield Check("tables", partial(_tables, connection, settings), essential=True)
     rejects = connection.info.server_version >= _PUBLISHES_GENERATED
@@ -151,6 +153,11 @@ def _tables(connection: psycopg.Connection[Any], settings: Settings) -> Iterator
             yield failure("tables", line, "see `outbox db check`; `outbox db upgrade` brings them up to date")
     if not tables.differences:
         yield ok("tables", f"schema {settings.db_schema} matches this version")
+
+
+def _rows(problems: Sequence[RowProblem]) -> Iterator[Finding]:
+    for found, do in problems:
+        yield failure("rows", found, do)
 
 
 def _without_event(rows: Rows) -> Iterator[Finding]:

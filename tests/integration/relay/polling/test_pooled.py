@@ -8,9 +8,10 @@ import pytest
 from one_lane import OneLane
 from pgbouncer import PgBouncer
 from polling_support import add, fetched, lanes, settle, source, taken
+from rows_and_roles import KEEP
 from support import wait_until
 
-from relay.core.ports import Unavailable
+from relay.core.ports import StandingError, Unavailable
 from relay.settle import settlement
 
 __all__ = ["lanes"]
@@ -72,3 +73,16 @@ def test_no_row_is_locked_while_a_turn_is_published(outbox_postgres, pooled):
     settle(pooled, claims)
     assert pooled.fetch(10) == []
     assert outbox_postgres.connect().execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
+
+
+def test_rows_that_a_trigger_keeps_are_not_settled(outbox_postgres, pooled):
+    add(outbox_postgres, "a")
+    settle(pooled, pooled.fetch(10))
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute(KEEP("events"))
+        for settling in (pooled.flush, lambda: pooled.fetch(10)):
+            with pytest.raises(StandingError, match="rows can't be deleted"):
+                settling()
+        admin.execute("DROP FUNCTION outbox.keep CASCADE")
+        assert pooled.fetch(10) == []
+        assert admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)

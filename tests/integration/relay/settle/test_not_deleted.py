@@ -1,0 +1,140 @@
+"""A DELETE takes the published rows and no others; one that leaves them without an error stops the lane."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import psycopg
+import pytest
+from failing_lane import Lane, lane, turn
+from rows_and_roles import KEEP
+from support import wait_until
+from takeover_support import LANES, place
+
+from outbox import Event, Outbox
+from relay.core.ports import Completed, Receipt, StandingError, UnsettledBatch
+from relay.database import Connector
+from relay.tasks.scheduled import NextDue, ScheduledEvents
+
+__all__ = ["lane", "place"]
+
+
+def left(lane: Lane) -> Sequence[str]:
+    return [name for (name,) in lane.rows("SELECT event_type FROM ONLY outbox.events ORDER BY id")]
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_child_that_comes_while_a_relay_runs_costs_no_event(lane, archive):
+    """Its rows stand at the same places of another heap."""
+    lane.add("a1", "b1", "c1")
+    source = lane.source(archive=archive)
+    first = source.fetch(1)
+    lane.admin.execute("CREATE TABLE outbox.old () INHERITS (outbox.events)")
+    columns = "id, event_id, aggregate_type, aggregate_id, event_type"
+    lane.admin.execute(f"INSERT INTO outbox.old ({columns}) SELECT {columns} FROM outbox.events ORDER BY id")
+    source.settle(Receipt(UnsettledBatch(first)))
+    source.flush()
+    assert left(lane) == ["b1", "c1"]
+    assert lane.rows("SELECT count(*) FROM outbox.old") == [(3,)]
+    assert turn(source) == ["b1", "c1"]
+    assert (turn(source), left(lane)) == ([], [])
+    if archive:
+        assert lane.rows("SELECT event_type FROM outbox.published ORDER BY id") == [("a1",), ("b1",), ("c1",)]
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_what_a_trigger_keeps_is_not_settled(lane, archive):
+    lane.add("a1", "b1")
+    lane.admin.execute(KEEP("events"))
+    source = lane.source(archive=archive)
+    claims = source.fetch(10)
+    source.settle(Receipt(UnsettledBatch(claims)))
+    for settling in (source.flush, lambda: source.fetch(10)):
+        with pytest.raises(StandingError, match=r"settling lane 0: rows can't be deleted.*outbox db check"):
+            settling()
+    assert left(lane) == ["a1", "b1"]
+    assert lane.rows("SELECT count(*) FROM outbox.published") == [(0,)]
+    lane.admin.execute("DROP FUNCTION outbox.keep CASCADE")
+    assert (source.fetch(10), left(lane)) == ([], [])
+
+
+def test_a_rule_that_keeps_rows_is_an_error(lane):
+    """Of Postgres: it refuses the statement."""
+    lane.add("a1")
+    source = lane.source()
+    source.settle(Receipt(UnsettledBatch(source.fetch(10))))
+    for rule in ("NOTHING", "UPDATE outbox.events SET headers = NULL WHERE id = old.id"):
+        lane.admin.execute(f"CREATE OR REPLACE RULE keep AS ON DELETE TO outbox.events DO INSTEAD {rule}")
+        with pytest.raises(StandingError):
+            source.flush()
+
+
+def test_at_most_once_sends_nothing_that_a_trigger_keeps(lane):
+    lane.add("a1")
+    lane.admin.execute(KEEP("events"))
+    source = lane.deleting_source()
+    with pytest.raises(StandingError, match="rows can't be deleted"):
+        source.fetch(10)
+    source.close()
+    assert (lane.lost, left(lane)) == ([], ["a1"])
+
+
+def test_exactly_once_a_trigger_that_keeps_rows_repeats_none(place):
+    place.add(30)
+    former = place.joined("a")
+    former.unsettled(1000)
+    with psycopg.connect(place.tables.url, autocommit=True) as admin:
+        admin.execute(KEEP("events"))
+    with pytest.raises(StandingError, match="rows can't be deleted"):
+        former.source.flush(range(LANES))
+    assert place.tables.batches() == dict.fromkeys(range(LANES), 1)
+    # Whoever takes the lanes over is stopped by their markers' batches.
+    heir = place.worker("b")
+    failed = heir.join()
+    assert {lane: type(error) for lane, error in failed.items()} == dict.fromkeys(range(LANES), StandingError)
+    assert all("rows can't be deleted" in str(error) for error in failed.values())
+    assert len(place.tables.left()) == place.count
+    place.tables.run("DROP FUNCTION outbox.keep CASCADE")
+    assert heir.join() == {}
+    assert isinstance(heir.publish(), Completed)
+    assert place.all_once()
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_row_that_another_session_deletes_at_the_same_moment_stops_nothing(lane, archive):
+    lane.add("a1", "b1")
+    source = lane.source(archive=archive)
+    source.settle(Receipt(UnsettledBatch(source.fetch(10))))
+    with lane.database.connect() as other:
+        other.execute("DELETE FROM outbox.events WHERE event_type = 'a1'")
+        settling = threading.Thread(target=source.flush)
+        settling.start()
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
+        wait_until(lambda: lane.rows(waiting) == [(1,)], what="the statement to wait for the row")
+        other.commit()
+        settling.join()
+    assert left(lane) == []
+    assert lane.rows("SELECT event_type FROM outbox.published") == ([("b1",)] if archive else [])
+    # Settled: nothing is pending any more.
+    lane.add("c1")
+    assert turn(source) == ["c1"]
+
+
+def test_scheduled_events_that_a_trigger_keeps_are_reported(lane):
+    with psycopg.connect(lane.database.url) as connection:
+        ((now,),) = connection.execute("SELECT now()").fetchall()
+        Outbox().add(connection, Event("Order", "a", "a1"), not_before=now)
+    lane.admin.execute(KEEP("scheduled"))
+    due = NextDue()
+    due.set(0.0)
+    scheduled = ScheduledEvents(Connector(lane.database.url, "test"), "outbox", due)
+    with pytest.raises(StandingError, match="moving scheduled events: rows can't be deleted"):
+        scheduled.look()
+    assert (left(lane), lane.rows("SELECT event_type FROM outbox.scheduled")) == ([], [("a1",)])
+    lane.admin.execute("DROP FUNCTION outbox.keep CASCADE")
+    scheduled.look()
+    scheduled.close()
+    assert (left(lane), lane.rows("SELECT event_type FROM outbox.scheduled")) == (["a1"], [])
