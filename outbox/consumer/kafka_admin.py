@@ -323,7 +323,9 @@ class _PositionCommitter:
             "session.timeout.ms": 6000,
             "on_commit": self._answered,
         }
-        self._consumer = Consumer({**complete(options), **own}, logger=logger)
+        # With the newer protocol brokers choose that time, and librdkafka refuses it; without a member it has no use.
+        given = {name: value for name, value in complete(options).items() if name != "group.protocol"}
+        self._consumer = Consumer({**given, **own}, logger=logger)
 
     def show(self, offsets: Mapping[Partition, int], seconds: float) -> str | None:
         positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]
