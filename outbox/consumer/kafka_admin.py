@@ -230,6 +230,19 @@ class KafkaAdmin:
         milliseconds = int(found["retention.ms"].value)
         return milliseconds / 1000 if milliseconds >= 0 else math.inf
 
+    def tombstone_seconds(self, topic: str) -> float | None:
+        """Return how long a compacted topic keeps tombstones.
+
+        None if it is not compacted, or is not there, or the client has no right to read that.
+        """
+        try:
+            [found] = self._configurations([topic])
+        except KafkaException:
+            return None
+        return (
+            int(found["delete.retention.ms"].value) / 1000 if "compact" in str(found["cleanup.policy"].value) else None
+        )
+
     def _configurations(self, topics: Iterable[str]) -> list[Mapping[str, Any]]:
         wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
         with self._ask() as seconds:
@@ -310,7 +323,9 @@ class _PositionCommitter:
             "session.timeout.ms": 6000,
             "on_commit": self._answered,
         }
-        self._consumer = Consumer({**complete(options), **own}, logger=logger)
+        # With the newer protocol brokers choose that time, and librdkafka refuses it; without a member it has no use.
+        given = {name: value for name, value in complete(options).items() if name != "group.protocol"}
+        self._consumer = Consumer({**given, **own}, logger=logger)
 
     def show(self, offsets: Mapping[Partition, int], seconds: float) -> str | None:
         positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]

@@ -70,6 +70,7 @@ def recover(
                 "expired": found.expired,
                 "settled": {str(lane): rows for lane, rows in done.settled.items()},
                 "changed": found.changed,
+                "superseded": found.superseded,
                 "scheduled": [row.event_id for row in found.scheduled],
                 "dead_letters": [row.event_id for row in found.dead],
                 "locked": done.locked,
@@ -105,15 +106,19 @@ def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
     if found.overtaken:
         say(f"  later events of their keys are on Kafka; see `outbox replay`: {_events(found.overtaken)}")
     for text, count in {
-        "archived events are no longer on Kafka: retention has deleted them, nothing is lost": found.expired,
+        "archived events are no longer on Kafka: retention or compaction has deleted them, nothing is lost": (
+            found.expired
+        ),
         "published already; settled, not published again": settled,
         "scheduled, and published already; deleted": len(found.scheduled),
         "dead letters that were retried and published; discarded": len(found.dead),
+        "of these are not on Kafka, and later events of their keys are, in topics that may be compacted; whether they "
+        "ever were there is not known": len(found.superseded),
         "events with the id of another event on Kafka; published, but consumers may drop them": len(found.changed),
     }.items():
         if count:
             say(f"{count} {text}")
-    for event_id in found.changed[:_SHOWN]:
+    for event_id in (*found.superseded[:_SHOWN], *found.changed[:_SHOWN]):
         say(f"  {event_id}")
     for state in found.broken:
         say(f"lane {state.lane}: {state.problem}")

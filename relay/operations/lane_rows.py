@@ -5,13 +5,16 @@ The rows are listed in a temporary table, so the connection must not go through 
 
 import datetime as dt
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
 
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.event import DEAD_LETTER, REPLAY
 from relay.core.marker import Marker
 from relay.core.ports import Claim
@@ -42,10 +45,14 @@ _LIST: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_reconcile",
     """CREATE TEMPORARY TABLE outbox_reconcile (
            lane smallint NOT NULL, id bigint NOT NULL, event_id uuid NOT NULL, mark text NOT NULL, content bytea,
-           found boolean NOT NULL DEFAULT false)""",
-    """INSERT INTO pg_temp.outbox_reconcile (lane, id, event_id, mark, content)
+           copy boolean NOT NULL, aggregate_type text NOT NULL, aggregate_id text NOT NULL,
+           created_at timestamptz NOT NULL,
+           found boolean NOT NULL DEFAULT false, superseded boolean NOT NULL DEFAULT false)""",
+    """INSERT INTO pg_temp.outbox_reconcile (lane, id, event_id, mark, content, copy, aggregate_type, aggregate_id,
+                                             created_at)
        SELECT lane, id, event_id, coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, ''),
-              sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8')))
+              sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))),
+              coalesce(headers ? %(dead)s, false), aggregate_type, aggregate_id, created_at
          FROM ONLY {events} WHERE lane = ANY(%(lanes)s::smallint[])""",
     "CREATE INDEX ON pg_temp.outbox_reconcile (event_id)",
     "CREATE INDEX ON pg_temp.outbox_reconcile (lane, id)",
@@ -58,6 +65,24 @@ UPDATE pg_temp.outbox_reconcile AS r SET found = true
   FROM unnest(%s::uuid[], %s::text[], %s::bytea[]) AS seen(event_id, mark, content)
  WHERE r.event_id = seen.event_id AND r.mark = seen.mark AND r.content IS NOT DISTINCT FROM seen.content
    AND NOT r.found"""
+
+_TYPES: Final = "SELECT DISTINCT aggregate_type FROM pg_temp.outbox_reconcile WHERE NOT found AND NOT copy"
+
+# Compaction deletes an event once Kafka has a later one of its key: one of these rows, or one that Postgres has lost,
+# which is later than all rows from before ``since``. Copies for a dead-letter topic have no order.
+_SUPERSEDE: Final = """
+WITH compacted AS (SELECT * FROM unnest(%(types)s::text[], %(topics)s::text[]) AS c(aggregate_type, topic)),
+last AS (
+    SELECT aggregate_type, aggregate_id, max(id) AS id, 'infinity'::timestamptz AS before
+      FROM pg_temp.outbox_reconcile JOIN compacted USING (aggregate_type)
+     WHERE found AND NOT copy GROUP BY aggregate_type, aggregate_id
+     UNION ALL
+    SELECT DISTINCT aggregate_type, aggregate_id, 9223372036854775807, %(since)s::timestamptz
+      FROM unnest(%(lost_topics)s::text[], %(lost_keys)s::text[]) AS l(topic, aggregate_id)
+      JOIN compacted USING (topic))
+UPDATE pg_temp.outbox_reconcile AS r SET found = true, superseded = true FROM last
+ WHERE last.aggregate_type = r.aggregate_type AND last.aggregate_id = r.aggregate_id AND NOT r.found AND NOT r.copy
+   AND r.id < last.id AND r.created_at <= last.before"""
 
 _HELD: Final = """
 SELECT seen.event_id::text, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
@@ -108,7 +133,7 @@ class LaneComparison:
     """The state of one lane in table, marker and topics.
 
     ``problem`` is why a relay would stop on it, or None. ``rows`` are in the outbox; of those, ``found`` are on Kafka
-    already (looked up only if there is a problem).
+    already, or superseded there (looked up only if there is a problem).
     """
 
     lane: int
@@ -143,6 +168,8 @@ class LaneRows:
         self._names = {**names, "kept": sql.SQL(KEPT if archive else "").format(**names)}
         self._router = router
         self._client = client_options
+        admin = KafkaAdmin(client_options)
+        self._may_compact = cache(lambda topic: admin.compacted([topic]))
 
     def count(self, lanes: Collection[int]) -> dict[int, int]:
         return dict(self.run(_COUNT, (list(lanes),), "counting events"))
@@ -178,6 +205,27 @@ class LaneRows:
             found = {(*key_of(one), content_of(one)) for one in seen if one.event_id is not None}
             if found:
                 self.run(_NOTE, [list(column) for column in zip(*found, strict=True)], "noting what stands on Kafka")
+        self.supersede()
+
+    def supersede(self, lost: Collection[tuple[str, str]] = (), since: dt.datetime | None = None) -> None:
+        """Mark rows of compacted topics that have a later event of their key on Kafka as found, and as superseded.
+
+        Published now, one would be the last of its key, and compaction would delete the later event. ``lost``: topics
+        and keys of events that Postgres has lost since the point ``since``.
+        """
+        topics = self.compacted([kind for (kind,) in self.run(_TYPES, (), "reading the kinds of events")])
+        if topics:
+            values = {"types": list(topics), "topics": list(topics.values()), "since": since}
+            values |= {"lost_topics": [topic for topic, _ in lost], "lost_keys": [key for _, key in lost]}
+            self.run(_SUPERSEDE, values, "looking for what compaction may have deleted")
+
+    def compacted(self, types: Collection[str]) -> dict[str, str]:
+        """Return the topics of aggregate types, by type, of those that Kafka may compact."""
+        topics = {}
+        for aggregate_type in types:
+            with suppress(NoRoute):
+                topics[aggregate_type] = self._router.topic_of(aggregate_type, copy=False)
+        return {aggregate_type: topic for aggregate_type, topic in topics.items() if self._may_compact(topic)}
 
     def found(self) -> dict[int, int]:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))

@@ -8,6 +8,8 @@ A restore takes Postgres back to a point, and Kafka keeps what was published aft
 | in ``events``       | has its id, and another | another event, with an id of the writer's own: it is published, and  |
 |                     | content                 | named: consumers may drop it by its id                               |
 | in ``events``       | lacks it                | it waits for a relay                                                 |
+|                     | lacks it, and has a     | superseded: in a compacted topic it counts as published, as it would |
+|                     | later one of its key    | now delete the later one. So do rows of the next two                 |
 | in ``scheduled``    | has it                  | published since: it is deleted, or it would go out again             |
 | in ``dead_letters`` | has it                  | retried since: it is discarded, and its key goes on                  |
 | in ``published``    | has it                  | nothing                                                              |
@@ -17,6 +19,7 @@ A restore takes Postgres back to a point, and Kafka keeps what was published aft
 |                     | later one of its key    | behind that one                                                      |
 |                     | begins behind its place | expired: counted; retention has deleted it                           |
 |                     | with nothing older      |                                                                      |
+|                     | may have compacted it   | expired, too: a later event of its key follows, or it is a tombstone |
 | nowhere             | has it                  | Postgres has lost it: named, as consumers may have applied it        |
 
 An event is lost for sure if it was written after the point, by the database's clock, or published well after it: if it
@@ -35,7 +38,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, LiteralString, NamedTuple
 
 from psycopg import sql
 
@@ -90,6 +93,7 @@ class StandingRow(NamedTuple):
     lane: int
     id: int
     event_id: str
+    superseded: bool
 
 
 class Recovered(NamedTuple):
@@ -111,8 +115,10 @@ class Comparison:
     relays      that are running. What they have published since the restore counts as lost without an archive.
     lost        on Kafka, and in no table. ``unsure``: those that may be settled as well.
     found       rows of ``events`` that are on Kafka, by lane; ``changed``: those that have another content there.
+    superseded  event ids of rows that count as found, as their topic may be compacted and has a later event of the key.
     missing     in the archive, and not on Kafka; ``overtaken``: those of them whose key has later events on Kafka.
-    expired     in the archive, older than all that Kafka's retention has left where they were: nothing is lost.
+    expired     in the archive, older than all that Kafka's retention has left where they were, or perhaps compacted:
+                nothing is lost.
     """
 
     since: dt.datetime
@@ -124,6 +130,7 @@ class Comparison:
     unsure: Sequence[EventPlace]
     found: Mapping[int, Sequence[str]]
     changed: Sequence[str]
+    superseded: Sequence[str]
     scheduled: Sequence[StandingRow]
     dead: Sequence[StandingRow]
     missing: Sequence[EventPlace]
@@ -157,6 +164,7 @@ class Recovery(Reconciler):
     """Compares everything that was published since a time. Raises what Reconciler raises."""
 
     _seen: Sequence[Any] = ()
+    _lost: tuple[Collection[tuple[str, str]], dt.datetime | None] = (), None
 
     def compare(self, since: dt.datetime, until: dt.datetime) -> Comparison:
         """Return the differences. ``since`` is the point of the restore.
@@ -176,38 +184,26 @@ class Recovery(Reconciler):
         there = sql.SQL(statements.THERE)
 
         def compared(statement: str, **names: sql.Composable) -> list[Any]:
-            values = {"replay": REPLAY, "dead": DEAD_LETTER}
+            values: dict[str, Any] = {"replay": REPLAY, "dead": DEAD_LETTER}
+            values |= {"types": list(compacted), "topics": list(compacted.values())}
             return self._rows.run(statement, values, "comparing events", there=there, **names)
 
-        def standing(table: str, lane: sql.Composable) -> list[StandingRow]:
-            return [StandingRow(*row) for row in compared(statements.STANDING, table=self._names[table], lane=lane)]
+        kinds = self._rows.run(statements.STANDING_TYPES, (), "reading the kinds of events")
+        compacted = self._rows.compacted([kind for (kind,) in kinds])
+
+        def standing(table: str, lane: sql.Composable, until: LiteralString) -> list[StandingRow]:
+            names = {"table": self._names[table], "lane": lane, "until": sql.SQL(until).format(**self._names)}
+            return [StandingRow(*row) for *row, _ in compared(statements.STANDING, **names)]
 
         [(relays,)] = self._rows.run(statements.RELAYS, (), "counting relays")
         lost = self._rows.run(statements.LOST, bound, "looking for what Postgres has lost")
         places = [(EventPlace(*place), sure) for *place, sure in lost]
-        missing = [
-            (EventPlace(*place), by_known, kind)
-            for *place, by_known, kind in self._rows.run(statements.MISSING, bound, "looking for what Kafka has lost")
-        ]
-        where = [Partition(event.topic or self._topic_of(kind, event), event.partition) for event, _, kind in missing]
-        left = self._left({place.topic for place in where})
-        kept = [
-            (event, by_known)
-            for (event, by_known, _), place in zip(missing, where, strict=True)
-            if not _expired(event, *left.get(place, _NOTHING_DELETED))
-        ]
-        # By time: what Postgres has lost is later than all that it has, and what was never archived may be earlier.
-        last_lost: dict[tuple[str, str], dt.datetime] = {}
-        for place, _ in places:
-            # The archive may not know the topic of an earlier one.
-            for key in ((place.topic, place.aggregate_id), ("", place.aggregate_id)):
-                last_lost[key] = max(place.at, last_lost.get(key, place.at))
-
-        def overtaken(event: EventPlace, by_known: bool) -> bool:
-            # A copy for a dead-letter topic has no order.
-            at = last_lost.get((event.topic, event.aggregate_id))
-            return not event.copy and (by_known or (at is not None and at >= event.at - CLOCKS))
-
+        self._lost = {(place.topic, place.aggregate_id) for place, sure in places if sure}, since
+        self._mark_found()
+        missing, overtaken, expired = self._missing(bound, [place for place, _ in places])
+        scheduled = standing("scheduled", sql.SQL("0"), statements.NOT_BEFORE)
+        dead = standing("dead_letters", sql.Identifier("lane"), statements.BLOCKS_SINCE)
+        superseded = [row.event_id for row in (*scheduled, *dead) if row.superseded]
         return Comparison(
             since,
             until,
@@ -218,11 +214,12 @@ class Recovery(Reconciler):
             [place for place, sure in places if not sure],
             dict(compared(statements.FOUND)),
             [event_id for (event_id,) in compared(statements.CHANGED)],
-            standing("scheduled", sql.SQL("0")),
-            standing("dead_letters", sql.Identifier("lane")),
-            [event for event, _ in kept],
-            [event for event, by_known in kept if overtaken(event, by_known)],
-            len(missing) - len(kept),
+            [*(event_id for (event_id,) in compared(statements.SUPERSEDED)), *superseded],
+            scheduled,
+            dead,
+            missing,
+            overtaken,
+            expired,
             findings.lanes,
         )
 
@@ -278,6 +275,53 @@ class Recovery(Reconciler):
         """Leave out the markers of another outbox: this one has none, so none is written."""
         return (None, None) if seen.disowns(read.markers.get(lane)) else super()._compare(lane, seen, read)
 
+    def _missing(
+        self, bound: Mapping[str, Any], lost: Sequence[EventPlace]
+    ) -> tuple[list[EventPlace], list[EventPlace], int]:
+        """Return what Kafka has lost, what was overtaken of it, and how many events are expired.
+
+        ``lost``: what Postgres has lost.
+        """
+        rows = self._rows.run(statements.MISSING, bound, "looking for what Kafka has lost")
+        missing = [(EventPlace(*row[:7]), *row[7:]) for row in rows]
+        where = [
+            Partition(event.topic or self._topic_of(kind, event), event.partition) for event, _, kind, *_ in missing
+        ]
+        left = self._left({place.topic for place in where})
+        # By time: what Postgres has lost is later than all that it has, and what was never archived may be earlier.
+        last_lost: dict[tuple[str, str], dt.datetime] = {}
+        for place in lost:
+            # The archive may not know the topic of an earlier one.
+            for key in ((place.topic, place.aggregate_id), ("", place.aggregate_id)):
+                last_lost[key] = max(place.at, last_lost.get(key, place.at))
+
+        def overtaken(event: EventPlace, by_known: bool) -> bool:
+            # A copy for a dead-letter topic has no order.
+            at = last_lost.get((event.topic, event.aggregate_id))
+            return not event.copy and (by_known or (at is not None and at >= event.at - CLOCKS))
+
+        now, tombstone_seconds = dt.datetime.now(dt.UTC), cache(KafkaAdmin(self._client).tombstone_seconds)
+
+        def compacted_away(topic: str, event: EventPlace, by_known: bool, followed: bool, tombstone: bool) -> bool:
+            # Without a route, the topic is not known.
+            seconds = tombstone_seconds(topic) if topic else None
+            if seconds is None:
+                return False
+            later = by_known or followed or overtaken(event, by_known)
+            return later or (tombstone and (now - event.at).total_seconds() > seconds)
+
+        kept = [
+            (event, by_known)
+            for (event, by_known, _, *more), place in zip(missing, where, strict=True)
+            if not _expired(event, *left.get(place, _NOTHING_DELETED))
+            and not compacted_away(place.topic, event, by_known, *more)
+        ]
+        return (
+            [event for event, _ in kept],
+            [event for event, by_known in kept if overtaken(event, by_known)],
+            len(missing) - len(kept),
+        )
+
     def _resend(self, found: Comparison, topics: Collection[str]) -> int:
         """Put back what Kafka has lost, while the lanes' rows are locked. Returns the number of events."""
         overtaken = {(event.event_id, event.copy) for event in found.overtaken}
@@ -323,7 +367,11 @@ class Recovery(Reconciler):
     def _find(self, lanes: Sequence[int]) -> None:
         """Find what the comparison has found, too: it began earlier, and read more topics."""
         super()._find(lanes)
+        self._mark_found()
+
+    def _mark_found(self) -> None:
         self._rows.run(statements.MARK_FOUND, None, "noting what stands on Kafka", there=sql.SQL(statements.THERE))
+        self._rows.supersede(*self._lost)
 
     def _starts(self, bound: Mapping[str, Any]) -> dict[str, int]:
         """Return the topics that events can be in, each with the time (milliseconds) from which it must be read."""

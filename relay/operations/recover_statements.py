@@ -45,10 +45,11 @@ SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s
  ORDER BY s.event_id, s.at"""
 
 # Of any source: the setting may have changed. A replay counts as its event, a copy for a dead-letter topic does not.
+# Kafka keeps the last record of a key, of whatever aggregate type: compaction deletes what others follow.
 MISSING: Final = """
 WITH missing AS MATERIALIZED (
     SELECT DISTINCT ON (p.event_id, p.copy) p.event_id, p.copy, p.aggregate_type, p.aggregate_id, p.topic, p.partition,
-           p."offset", p.published_at
+           p."offset", p.published_at, p.id, num_nonnulls(p.payload, p.payload_bytes) = 0 AS tombstone
       FROM (SELECT *, coalesce(headers ? %(dead)s, false) AS copy FROM {published}
              WHERE published_at >= %(since)s AND published_at < %(until)s) AS p
      WHERE NOT EXISTS (SELECT FROM pg_temp.outbox_recover AS s WHERE s.event_id = p.event_id AND s.copy = p.copy)
@@ -79,7 +80,11 @@ SELECT m.event_id::text, m.aggregate_id, coalesce(m.topic, ''), coalesce(m.parti
        last.id IS NOT NULL AND last.id > (
            SELECT min(p.id) FROM {published} AS p
             WHERE p.event_id = m.event_id AND coalesce(p.headers ? %(dead)s, false) = m.copy),
-       m.aggregate_type
+       m.aggregate_type,
+       m.id < max(m.id) OVER (PARTITION BY m.aggregate_type, m.aggregate_id, m.copy)
+       OR EXISTS (SELECT FROM pg_temp.outbox_recover AS s
+                   WHERE s.topic = m.topic AND s.key = m.aggregate_id AND s.at > m.published_at),
+       m.tombstone
   FROM missing AS m LEFT JOIN last USING (aggregate_type, aggregate_id, copy)
  ORDER BY m.event_id, m.copy"""
 
@@ -88,25 +93,41 @@ EXISTS (SELECT FROM pg_temp.outbox_recover AS s
          WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
 
 FOUND: Final = """
-SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile AS r
- WHERE {there} GROUP BY lane ORDER BY lane"""
+SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
+ WHERE found GROUP BY lane ORDER BY lane"""
+
+SUPERSEDED: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE superseded ORDER BY id"
 
 MARK_FOUND: Final = "UPDATE pg_temp.outbox_reconcile AS r SET found = true WHERE NOT found AND {there}"
 
 CHANGED: Final = """
 SELECT r.event_id::text FROM pg_temp.outbox_reconcile AS r
- WHERE NOT {there}
+ WHERE NOT r.found
    AND EXISTS (SELECT FROM pg_temp.outbox_recover AS s
                 WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark)
  ORDER BY r.id"""
 
+STANDING_TYPES: Final = """
+SELECT aggregate_type FROM {scheduled} UNION SELECT aggregate_type FROM {dead_letters}"""
+
+# Of a compacted topic, one that a later record of its key follows was published too: it was due before, or it had to be
+# retried (or discarded) before its key could go on.
 STANDING: Final = """
-SELECT r.lane, r.id, r.event_id::text
-  FROM (SELECT {lane} AS lane, id, event_id,
+SELECT * FROM (
+SELECT r.lane, r.id, r.event_id::text, NOT {there} AS superseded,
+       {there} OR r.until IS NOT NULL AND r.mark = '' AND EXISTS (
+           SELECT FROM unnest(%(types)s::text[], %(topics)s::text[]) AS c(aggregate_type, topic)
+             JOIN pg_temp.outbox_recover AS s USING (topic)
+            WHERE c.aggregate_type = r.aggregate_type AND s.key = r.aggregate_id AND NOT s.copy
+              AND s.at > r.until + interval '1 minute') AS found
+  FROM (SELECT {lane} AS lane, id, event_id, aggregate_type, aggregate_id, {until} AS until,
                coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '') AS mark,
                sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
-          FROM {table}) AS r
- WHERE {there} ORDER BY event_id, id"""
+          FROM {table} AS t) AS r) AS r
+ WHERE found ORDER BY event_id, id"""
+NOT_BEFORE: Final = "not_before"
+BLOCKS_SINCE: Final = """
+(SELECT t.dead_at FROM {failures} AS f WHERE f.lane = t.lane AND f.id = t.id AND f.blocks)"""
 
 # No mark holds any more, and no epoch: a relay that wakes up has a mark too. Rows that are put back are in the stream
 # behind those that wait.

@@ -110,6 +110,14 @@ def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, priva
     assert totals == expected(ORDERS, seqs)
 
 
+def test_with_the_newer_protocol_of_groups_a_job_shows_its_lag(bench: Bench):
+    """An option that librdkafka takes for members, and not beside some that are for the older one."""
+    bench.orders(ORDERS[:5], [1])
+    assert bench.once(kafka={"group.protocol": "consumer"}).applied == 5
+    assert shown_to_kafka(bench) == sum(bench.positions().values()) == 5
+    assert [text for text, _ in bench.reports if "shown" in text] == []
+
+
 def shown_to_kafka(bench: Bench) -> int:
     """The sum of the group's positions as Kafka's tools see them; 0 while the coordinator is not there."""
     group = "order-totals"

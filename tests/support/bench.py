@@ -178,7 +178,7 @@ class Bench:
             self.reports.append((text, dict(figures)))
             then(text)
 
-        kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
+        kafka = {"bootstrap.servers": self.topics.bootstrap_servers, **options.pop("kafka", {})}
         given = Options(self.database.url, kafka, **{"patience": 30.0, **options})
         return Runner(self.spark, job or self.job, given, heard, delays=delays)
 

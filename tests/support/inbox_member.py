@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psycopg
@@ -35,6 +35,12 @@ POINTS = {
 INSERT = "INSERT INTO effects (topic, part, at, key, n, member) VALUES (%s, %s, %s, %s, %s, %s)"
 # Waits for nothing, and gives up nothing while a slow machine stalls.
 FAST = {"fetch.wait.max.ms": 20, "session.timeout.ms": 6000}
+
+
+def with_fast(kafka: Mapping[str, Any]) -> dict[str, Any]:
+    """These options and FAST. With the protocol ``consumer``, the broker chooses how long a session is."""
+    broker_chooses = {"session.timeout.ms"} if kafka.get("group.protocol") == "consumer" else set()
+    return {name: value for name, value in FAST.items() if name not in broker_chooses} | dict(kafka)
 
 
 def apply(connection: psycopg.Connection[Any], message: KafkaMessage, member: str = "") -> None:
@@ -85,7 +91,7 @@ def main() -> None:
         lambda: Sleepy.connect(given["url"], autocommit=True),
         [given["topic"]],
         group=given["group"],
-        kafka={"bootstrap.servers": given["servers"], **FAST, **given.get("kafka", {})},
+        kafka={"bootstrap.servers": given["servers"], **with_fast(given.get("kafka", {}))},
         batch=given.get("batch", 100),
         dedup=given.get("dedup", True),
         delivery=given.get("delivery", "exactly-once"),

@@ -1,0 +1,139 @@
+"""``outbox recover`` and ``reconcile`` where compaction has deleted earlier events, beside a topic that keeps all.
+
+Published again, an earlier event would be the last of its key, and compaction would delete the later one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import pytest
+from confluent_kafka import Producer
+from reconcile_support import outbox
+from recover_support import ARCHIVE, Restored, ids, new_id, restored
+from support import ends, wait_until
+
+__all__ = ["outbox", "restored"]
+
+COMPACT = {"cleanup.policy": "compact", "segment.ms": "100", "min.cleanable.dirty.ratio": "0.0"}
+ARCHIVED = ", lane, id, created_at"
+LETTER = ", lane, id, created_at, dead_at, attempts, last_error, first_failed_at"
+
+
+@pytest.fixture
+def compacted(restored) -> Restored:
+    """Its first topic is compacted. ``send`` and ``put`` take the first kind."""
+    restored.kinds[0] = restored.kafka.name("State")
+    restored.topics[0] = restored.kafka.create_topic(f"{restored.kinds[0].lower()}-events", 1, COMPACT)
+    return restored
+
+
+def states(restored: Restored, topic: str) -> dict[str, list[str]]:
+    """Return the event ids of each key, in the topic's order."""
+    found: dict[str, list[str]] = {}
+    for one in restored.kafka.consume(topic):
+        if (event_id := dict(one.headers() or ()).get("ce_id")) is not None:
+            found.setdefault(one.key().decode(), []).append(event_id.decode())
+    return found
+
+
+def letter(restored: Restored, event_id: str, number: int, *, blocks: bool) -> None:
+    values = f", 1, {number}, now() - interval '1 hour', now() - interval '1 hour', 3, 'large', now()"
+    restored.put("dead_letters", event_id, LETTER, values)
+    restored.run(
+        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, %s, 3, 'large', now(),"
+        " now(), 'infinity' FROM outbox.dead_letters WHERE event_id = %s",
+        *(blocks, event_id),
+    )
+
+
+def test_what_was_compacted_away_is_not_published_behind_later_events(compacted, outbox_relay):
+    keys = ("both", "lost", "due", "retried", "skipped", "archived")
+    first, last = ({key: new_id() for key in keys} for _ in range(2))
+    waiting, early, late, gone = (new_id() for _ in range(4))
+    producer = Producer({"bootstrap.servers": compacted.kafka.bootstrap_servers})
+    for ids_of in (first, last):
+        for compacted.key in keys:
+            compacted.send(ids_of[compacted.key])
+
+    def done() -> bool:
+        # A new record begins a new segment: the last one is never compacted.
+        producer.produce(compacted.topics[0], b"{}", b"filler")
+        assert producer.flush(60) == 0
+        return states(compacted, compacted.topics[0]) == {key: [event_id] for key, event_id in last.items()}
+
+    wait_until(done, 120, "compaction", longest=1.0)
+    # What a restore puts back, from before all of it was published.
+    past = "now() - interval '1 hour'"
+    for compacted.key in ("both", "lost"):
+        compacted.put("events", first[compacted.key], ", created_at", f", {past}")
+    compacted.key = "both"
+    compacted.put("events", last["both"])
+    compacted.put("events", waiting)
+    compacted.key = "due"
+    compacted.put("scheduled", first["due"], ", not_before", f", {past}")
+    for number, (key, blocks) in enumerate({"retried": True, "skipped": False}.items()):
+        compacted.key = key
+        letter(compacted, first[key], -20 + number, blocks=blocks)
+        compacted.put("events", last[key])
+    compacted.key = "archived"
+    for number, event_id in enumerate((first["archived"], last["archived"])):
+        compacted.put("published", event_id, ARCHIVED, f", 1, {-10 + number}, now()")
+    # A state and its tombstone, which Kafka keeps for a day, and an event that nothing follows.
+    compacted.key = "deleted"
+    for number, (event_id, payload) in enumerate({new_id(): "'{}'", new_id(): "NULL"}.items()):
+        compacted.run(
+            "INSERT INTO outbox.published (event_id, aggregate_type, aggregate_id, event_type, payload, lane, id,"
+            f" created_at, published_at) VALUES (%s, %s, 'deleted', 'T', {payload}, 1, {-5 + number}, {past},"
+            " now() - interval '3 days')",
+            *(event_id, compacted.kinds[0]),
+        )
+    compacted.key = "gone"
+    compacted.put("published", gone, ARCHIVED, ", 1, -1, now()")
+    # A neighbour that keeps all: what is not there was not published.
+    compacted.kinds.reverse()
+    compacted.topics.reverse()
+    compacted.key = "both"
+    for event_id in (early, late):
+        compacted.put("events", event_id)
+    compacted.send(late)
+    found = compacted.recover("--dry-run", status=1)
+    superseded = {first[key] for key in ("both", "lost", "due", "retried")}
+    assert set(found["superseded"]) == superseded
+    assert (ids(found["missing"]), found["expired"], found["overtaken"]) == ({gone}, 1, [])
+    said = compacted.command("recover", "--since", compacted.since, "--dry-run", settings=ARCHIVE).stdout
+    assert "4 of these are not on Kafka, and later events of their keys are" in said
+    found = compacted.recover("--reason", "restored")
+    assert (found["scheduled"], found["dead_letters"]) == ([first["due"]], [first["retried"]])
+    assert {row[0] for row in compacted.run("SELECT event_id::text FROM outbox.events")} == {waiting, early}
+    assert compacted.run("SELECT event_id::text FROM outbox.dead_letters") == [(first["skipped"],)]
+    relay = outbox_relay(name=compacted.name)
+    wait_until(lambda: compacted.left() == 0, 60, "the events to be published")
+    ends(relay)
+    expected: Mapping[str, list[str]] = {key: [event_id] for key, event_id in last.items()}
+    assert states(compacted, compacted.topics[1]) == {**expected, "both": [last["both"], waiting]}
+    assert states(compacted, compacted.topics[0]) == {"both": [late, early]}
+    compacted.since = "2020-01-01"
+    found = compacted.recover("--resend", "--reason", "again")
+    assert (ids(found["missing"]), found["overtaken"], found["superseded"]) == ({gone}, [], [])
+    assert compacted.run("SELECT event_id::text FROM outbox.events") == [(gone,)]
+
+
+def test_a_lane_without_its_marker_settles_what_later_events_of_its_key_supersede(compacted):
+    """Of the compacted topic only; of the other, nothing but what is on Kafka."""
+    kept: set[str] = set()
+    for kind in (0, 1):
+        key = compacted.keys(kind)[1]
+        compacted.add(kind, key, 3)
+    rows = compacted.rows(1)
+    for topic in compacted.topics:
+        early, middle, late = (row for row in rows if row[2] == topic)
+        compacted.publish([middle])
+        kept |= {late[1]} if topic == compacted.topics[0] else {early[1], late[1]}
+    compacted.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
+    state = json.loads(compacted.reconcile().stdout)["lanes"][1]
+    assert (state["rows"], state["found"]) == (6, 3)
+    done = compacted.reconcile("--apply", "--reason", "restored")
+    assert done.returncode == 0, done.stderr
+    assert {row[1] for row in compacted.rows(1)} == kept
