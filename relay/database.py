@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -15,7 +16,7 @@ from outbox._clients.errors import first_line
 from outbox._clients.search_path import PinnedConnection
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
-from relay.core.ports import DatabaseUnavailable, StandingError, Unavailable
+from relay.core.ports import DatabaseUnavailable, StandingError, StatementCutShort, Unavailable
 from relay.settle.statements import NOT_DELETED, STATEMENT_LIMIT
 
 # Transient conditions: Postgres is starting or stopping, is out of connections, cancelled the statement, or chose this
@@ -23,8 +24,6 @@ from relay.settle.statements import NOT_DELETED, STATEMENT_LIMIT
 _PASSING: Final = (
     psycopg.OperationalError,
     psycopg.InterfaceError,
-    errors.QueryCanceled,
-    errors.LockNotAvailable,
     errors.ObjectInUse,
     errors.IdleInTransactionSessionTimeout,
     errors.TransactionTimeout,
@@ -78,13 +77,10 @@ def one_snapshot(connection: psycopg.Connection[Any], seconds: float) -> Iterato
             connection.isolation_level, connection.read_only = before
 
 
-def is_cut_short(error: BaseException) -> bool:
-    """Return whether a lock or a limit of time ended only the statement: the session is as good as before."""
-    return isinstance(error.__cause__, errors.LockNotAvailable | errors.QueryCanceled)
-
-
 def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | None:
     text = f"Postgres, {doing}: {first_line(error)}"
+    if isinstance(error, errors.LockNotAvailable | errors.QueryCanceled):
+        return StatementCutShort(text)
     if isinstance(error, errors.ObjectNotInPrerequisiteState | errors.InvalidColumnReference):
         # Another program's publication makes a DELETE fail: it publishes deletes without the complete key of the table,
         # of which lane is a generated column. (Postgres 18; see the doctor.)
@@ -135,25 +131,30 @@ _STATEMENT_SECONDS: Final = 120
 # Behind a pooler, Postgres would not notice a relay that sleeps (SIGSTOP) in a transaction with locked rows.
 _IDLE_SECONDS: Final = 10
 
-_LIMITS: Final = "SELECT set_config('lock_timeout', %s, %s), set_config('statement_timeout', %s, %s)"
+_SET: Final = "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS s(name, value)"
+
+TRANSACTION_TIMEOUT_SINCE: Final = 170_000
+"""The first version of Postgres with ``transaction_timeout``, which ends the session. A role's or a database's is meant
+for transactions that are forgotten: a relay limits its own by other means, and needs some that take long.
+"""
 
 
-def begin_session(connection: psycopg.Connection[Any]) -> bool:
+def begin_session(connection: psycopg.Connection[Any], lock_seconds: float = math.inf) -> bool:
     """Set a session's limits, and allow prepared statements in it. Returns False behind a pooler.
+
+    ``lock_seconds``: the most that a statement may wait for a lock, if it is less than for all sessions.
 
     A pooler in transaction mode runs each transaction in any server process: session settings would leak to other
     clients, so there each transaction sets the limits (``PinnedConnection``).
     """
+    lock_ms = int(min(lock_seconds, _LOCK_SECONDS) * 1000)
+    limits = {"lock_timeout": f"{lock_ms}ms", "statement_timeout": f"{_STATEMENT_SECONDS}s"}
+    if connection.info.server_version >= TRANSACTION_TIMEOUT_SINCE:
+        limits["transaction_timeout"] = "0"
     if isinstance(connection, PinnedConnection) and connection.pooled:
-        connection.set_in_transactions(
-            {
-                "lock_timeout": f"{_LOCK_SECONDS}s",
-                "statement_timeout": f"{_STATEMENT_SECONDS}s",
-                "idle_in_transaction_session_timeout": f"{_IDLE_SECONDS}s",
-            }
-        )
+        connection.set_in_transactions({**limits, "idle_in_transaction_session_timeout": f"{_IDLE_SECONDS}s"})
         return False
-    connection.execute(_LIMITS, (f"{_LOCK_SECONDS}s", False, f"{_STATEMENT_SECONDS}s", False))
+    connection.execute(_SET, (list(limits), list(limits.values())))
     connection.prepare_threshold = 5
     return True
 

@@ -30,9 +30,9 @@ from relay.core.lane import LoopSettings, listed
 from relay.core.lease import HeldLanes, Lease, LetGo
 from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
-from relay.core.ports import Publisher, Source, Unavailable
+from relay.core.ports import Publisher, Source, StatementCutShort, Unavailable
 from relay.core.reports import FailureLog, LoopReports, Reminder, TurnMetrics
-from relay.database import Connector, begin_session, is_cut_short, unavailable_on_error
+from relay.database import Connector, begin_session, unavailable_on_error
 from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
 from relay.tasks.scheduled import NextDue
 from relay.upkeep import MaintenanceTask
@@ -267,7 +267,7 @@ class Supervisor:
         """Close the session, unless it can go on: others may take our lanes when it has ended. A server that has become
         a standby, for one, refuses everything until we connect again.
         """
-        if not is_cut_short(error):
+        if not isinstance(error, StatementCutShort):
             self._disconnect()
 
     def _keep(self, table: LaneTable) -> None:
@@ -286,6 +286,9 @@ class Supervisor:
         elif obeyed != self._reported and not self._away:
             # A command waits for it.
             table.beat(obeyed)
+        elif any(lease.remaining_seconds < lease.ttl_seconds * 0.3 for lease in self._held.leases):
+            # Their rows were locked, as the worker does when it settles.
+            self._renew(table)
         self._reported = obeyed
         if now - self._forget_at >= _FORGET_SECONDS:
             self._forget_at = now
@@ -298,7 +301,7 @@ class Supervisor:
                 table.beat(self._components.pauses.obeyed.numbers)
         except Unavailable as error:
             # Another session has our row locked, but not those of the lanes.
-            if is_cut_short(error):
+            if isinstance(error, StatementCutShort):
                 self._renew(table)
             raise
         self._renew(table)
@@ -398,6 +401,9 @@ class Supervisor:
             return True
         # It has been patient before.
         patience = 0.0 if now < self._early_until else max(2 * self._components.lease_seconds, 10.0)
+        if self._components.all_lanes is not None and self._worker.loop.unsettled:
+            # The stream is read for all lanes or for none, and what some have published must be settled first.
+            since = None
         if since is not None and others and now - since >= patience and self._held.leases and not self._away:
             log.error("nothing could be published; the lanes are left to another relay", seconds=round(now - since))
             self._held.recall_all()

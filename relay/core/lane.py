@@ -33,9 +33,9 @@ class Backoff:
     since: float | None = None
     failed_at: float = 0.0
 
-    def failed(self) -> float:
+    def failed(self, least_seconds: float = 0.0) -> float:
         """Record a failure. Returns how long to wait."""
-        delay = doubled(self.failures, self.min_seconds, self.max_seconds)
+        delay = max(doubled(self.failures, self.min_seconds, self.max_seconds), least_seconds)
         self.failures += 1
         self.failed_at = time.monotonic()
         self.since = self.since or self.failed_at

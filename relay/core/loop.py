@@ -31,6 +31,8 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 | it finishes, except for topics that     | their events wait, the others go on at full size; see kafka/topics.py    |
 | accept no messages                      |                                                                          |
 | one lane can't be taken over or settled | it alone is retried, with backoff; the others go on                      |
+| a lane is recalled, and what it has     | it is kept until that is settled: its next holder would send it again    |
+| published can't be settled              |                                                                          |
 | a lane is paused                        | its turn in flight ends and is settled; then it is not read, and its     |
 |                                         | lease is kept. See pauses.py                                             |
 """
@@ -51,6 +53,7 @@ from relay.core.ports import (
     NOTHING,
     Batches,
     BatchRefused,
+    BrokerUnavailable,
     Completed,
     DatabaseUnavailable,
     DeliveryTimeout,
@@ -61,17 +64,19 @@ from relay.core.ports import (
     Receipt,
     Sent,
     Source,
+    StatementCutShort,
     Unavailable,
     Unconfirmed,
     UnsettledBatch,
 )
 from relay.core.reports import LoopReports
 from relay.core.turn_sizes import TurnSizes
+from relay.core.unsettled import settle_again
 
 # A lane that has failed for this long, while others work, no longer delays these.
 _ABSENT_SECONDS: Final = 10.0
-# How long recalled lanes are kept to settle their published events while a server is unavailable.
-_SETTLE_SECONDS: Final = 10.0
+# A lane whose events wait for a lock to be settled delays the others: it is retried after this many times as long.
+_LOCK_WAITS: Final = 5
 
 
 class WorkerLoop:
@@ -109,7 +114,9 @@ class WorkerLoop:
         self._backoff = self._new_backoff()
         self._sizes = TurnSizes(settings.batch_size, self._lanes)
         self.failing_since: float | None = None
-        """When the current series of failures began, by time.monotonic(); None after a success."""
+        """When the current series of failures to publish began, by time.monotonic(); None after a success, and while
+        what is published can't be settled.
+        """
         self.turned_at = time.monotonic()
         """When the last turn ended, or an idle loop last checked, by time.monotonic()."""
         self.has_succeeded = False
@@ -118,6 +125,11 @@ class WorkerLoop:
         self._retries_apart = True
         # When the last publish returned.
         self._acknowledged_at = 0.0
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether events are published and may not be settled. Thread-safe."""
+        return any(lane.unsettled for lane in list(self._lanes.values()))
 
     def run(self) -> None:
         """Run until stopped, then let go of all lanes."""
@@ -260,18 +272,11 @@ class WorkerLoop:
             if self._source is not None:
                 self._source.hold(lease)
         if any(self._lanes[number].unsettled for number in self._held.recalled & self._lanes.keys()):
-            self._settle_recalled()
-        if recalled := self._held.recalled & self._lanes.keys():
-            self._let_go(recalled)
-
-    def _settle_recalled(self) -> None:
-        """Settle events that the next holders would send again. If that keeps failing, release the lanes without it."""
-        try:
+            # The next holders would send these events again: before they are settled, the lanes are kept.
             self._opened()
-        except (Unavailable, SchemaError):
-            if self.failing_since is None or time.monotonic() - self.failing_since < _SETTLE_SECONDS:
-                raise
-            self._close()
+        recalled = self._held.recalled & self._lanes.keys()
+        if done := [number for number in recalled if self._lanes[number].joined or not self._lanes[number].unsettled]:
+            self._let_go(done)
 
     def _opened(self) -> Source:
         """Return the source; a new one first settles what its predecessor may not have settled."""
@@ -279,9 +284,16 @@ class WorkerLoop:
             source = self._source = self._new_source()
             for lane in self._lanes.values():
                 source.hold(lane.lease)
-        for number, lane in list(self._lanes.items()):
-            if lane.unsettled and not lane.joined and not lane.backoff.waits:
-                self._settle_again(self._source, number, lane)
+        for number, lane in sorted(self._lanes.items(), key=lambda each: each[1].backoff.failed_at):
+            if not lane.unsettled or lane.joined or lane.backoff.waits or number not in self._lanes:
+                continue
+            began = time.monotonic()
+            failed = settle_again(self._source, lane)
+            if isinstance(failed.get(number), StatementCutShort):
+                # The others may wait for locks as well: one in a turn.
+                self._handle_failed(failed, _LOCK_WAITS * (time.monotonic() - began))
+                break
+            self._handle_failed(failed)
         return self._source
 
     def _join(self, publisher: Publisher) -> None:
@@ -329,7 +341,7 @@ class WorkerLoop:
             if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)
         ]
 
-    def _handle_failed(self, failed: Mapping[int, OutboxError]) -> None:
+    def _handle_failed(self, failed: Mapping[int, OutboxError], least_seconds: float = 0.0) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
         by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
         for number, error in failed.items():
@@ -340,7 +352,7 @@ class WorkerLoop:
                 self._observer.unavailable([number], error, 0.0)
                 self._drop(number, clean=False, lost=True)
                 continue
-            delay = lane.backoff.failed()
+            delay = lane.backoff.failed(least_seconds)
             by_text.setdefault(str(error), (error, [], delay))[1].append(number)
         for error, lanes, delay in by_text.values():
             self._observer.unavailable(lanes, error, delay)
@@ -417,7 +429,10 @@ class WorkerLoop:
 
     def _back_off(self, error: Exception) -> None:
         self._close()
-        if self.failing_since is None:
+        if self.unsettled and not isinstance(error, BrokerUnavailable):
+            # Kafka can be reached. Another relay would send again what can't be settled.
+            self.failing_since = None
+        elif self.failing_since is None:
             self.failing_since = time.monotonic()
         for lane in self._lanes.values():
             # A failure of all lanes says nothing about one.
@@ -425,32 +440,6 @@ class WorkerLoop:
         delay = self._backoff.failed()
         self._observer.unavailable(list(self._lanes), error, delay)
         self._stop.wait(max(self._backoff.until - time.monotonic(), 0.0))
-
-    def _settle_again(self, source: Source, number: int, lane: Lane) -> None:
-        """Settle events that another source may not have settled. Rows may be gone already.
-
-        If an event can't be settled, those before it are, and the error names it.
-        """
-        left = lane.unsettled
-        size = len(left.rows)
-        while left:
-            part = left.part(0, size)
-            try:
-                failed = {**source.settle({number: Receipt(part)}), **source.flush([number])}
-            except SchemaError as error:
-                source.drop(number)
-                source.hold(lane.lease)
-                if len(part.rows) > 1:
-                    size = len(part.rows) // 2
-                    continue
-                text = f"event {part.rows[0].event_id} is published, but can't be settled: {error}"
-                failed = {number: type(error)(text)}
-            if failed:
-                lane.unsettled = left
-                self._handle_failed(failed)
-                return
-            left = left.part(size)
-        lane.unsettled = NOTHING
 
     def _note_settled(self, lanes: Collection[int]) -> None:
         for number in lanes:
@@ -460,8 +449,13 @@ class WorkerLoop:
     # Letting go
 
     def _let_go(self, lanes: Collection[int]) -> None:
-        """Settle what is pending of these lanes, and let go of them."""
+        """Settle what is pending of these lanes, and let go of them; when stopped, even if that fails."""
         failed = {} if self._source is None else self._source.flush(lanes)
+        if not self._stop.is_set():
+            kept = {number: failed[number] for number in failed.keys() & lanes if self._lanes[number].unsettled}
+            # Drops those that are lost.
+            self._handle_failed(kept)
+            lanes = [number for number in lanes if number not in kept]
         for number in list(lanes):
             clean = self._lanes[number].joined and number not in failed
             self._drop(number, clean=clean, lost=isinstance(failed.get(number), LaneLost))
@@ -475,7 +469,7 @@ class WorkerLoop:
     def _finish(self) -> None:
         """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""
         try:
-            if self._source is None and any(lane.unsettled for lane in self._lanes.values()):
+            if self.unsettled:
                 self._opened()
             self._let_go(list(self._lanes))
         except (Unavailable, SchemaError) as error:

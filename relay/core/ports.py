@@ -146,6 +146,10 @@ class DatabaseUnavailable(Unavailable):
     """The database is unavailable, slow, or accepts no writes at present."""
 
 
+class StatementCutShort(DatabaseUnavailable):
+    """A lock or a limit of time ended only the statement: the session is as good as before."""
+
+
 class DeliveryTimeout(BrokerUnavailable):
     """The batch was not acknowledged in time. A smaller one is tried next."""
 
@@ -302,8 +306,8 @@ class Source(Protocol):
     says so, both hold only after ``confirm``. ``settle`` takes results in fetch order; polling settles row by row, a
     WAL source can only confirm a contiguous prefix. Settling is durable after the next ``fetch`` or ``flush``; or, if
     ``fetch`` reports the lane as ``settling``, after the following ``settle``. All raise Unavailable, SchemaError
-    or StateLost; then the caller closes the source. After a SchemaError of ``settle`` or ``flush`` it may instead drop
-    and hold the lane, and settle in smaller parts.
+    or StateLost; then the caller closes the source. After a SchemaError or StatementCutShort of ``settle`` or ``flush``
+    it may instead drop and hold the lane, and settle it later, or in smaller parts.
     """
 
     store: TakeoverStore

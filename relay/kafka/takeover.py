@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import Lease
 from relay.core.marker import Identity, Marker, StateLost, check_origin
-from relay.core.ports import IdBusy, LaneLocked, LaneLost, TakeoverStore, Unavailable
+from relay.core.ports import IdBusy, LaneLocked, LaneLost, StatementCutShort, TakeoverStore, Unavailable
 from relay.failpoints import failpoint
 from relay.kafka.state_topic import StateTopic
 
@@ -113,7 +113,7 @@ class Takeover:
         """Settle one lane by its marker. Returns the error if it concerns only this lane."""
         try:
             return self._store.adopt(lease, marker, self._own_base)
-        except (LaneLocked, LaneLost, StateLost, SchemaError) as error:
+        except (LaneLocked, LaneLost, StateLost, SchemaError, StatementCutShort) as error:
             return error
 
     def _rightful(

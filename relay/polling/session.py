@@ -87,7 +87,8 @@ class ReadTurn(NamedTuple):
 class Session:
     """One connection, in autocommit. ``settlement`` settles on it; ``ahead`` is the read in progress, if any.
 
-    ``connect`` opens a new connection. ``pooled``: it goes through PgBouncer in transaction mode, so session state and
+    ``connect`` opens a new connection. Its statements wait at most ``lock_seconds`` for a lock: while one that settles
+    waits, no lease can be renewed. ``pooled``: it goes through PgBouncer in transaction mode, so session state and
     prepared plans are not used. Raises StandingError if rows are hidden; see row_access.py.
     """
 
@@ -99,6 +100,7 @@ class Session:
         *,
         archive: bool,
         renew_part: float,
+        lock_seconds: float,
         on_settled: Callable[[int, UnsettledBatch], None],
     ) -> None:
         self._queries = queries
@@ -107,7 +109,7 @@ class Session:
         try:
             set_json_loads(orjson.loads, self.connection)
             with unavailable_on_error("beginning a session"):
-                self.pooled = not begin_session(self.connection)
+                self.pooled = not begin_session(self.connection, lock_seconds)
                 if not self.pooled:
                     self.connection.execute(KEEP_TO_THE_INDEX, {"local": False})
                 require_all_rows(self.connection, schema)

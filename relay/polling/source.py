@@ -32,6 +32,7 @@ Waiting
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -88,6 +89,7 @@ class PollingSource(Source):
         on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _pending: None,
         on_adopted: Callable[[int, Marker | None], None] = lambda _lane, _marker: None,
         renew_part: float = RENEW_PART,
+        lock_seconds: float = math.inf,
         watch_seconds: float = 0.003,
         turn_bytes: int = TURN_BYTES,
         overlap: bool = True,
@@ -99,7 +101,13 @@ class PollingSource(Source):
         self.turn_bytes = turn_bytes
         self._queries = Queries(schema, archive=archive)
         self.session = Session(
-            connect, schema, self._queries, archive=archive, renew_part=renew_part, on_settled=self._note_settled
+            connect,
+            schema,
+            self._queries,
+            archive=archive,
+            renew_part=renew_part,
+            lock_seconds=lock_seconds,
+            on_settled=self._note_settled,
         )
         self._connection = self.session.connection
         self.settlement: Settlement = self.session.settlement

@@ -33,6 +33,7 @@ from relay.core.ports import (
     Fetched,
     Receipt,
     Sent,
+    StatementCutShort,
     Unavailable,
     Unconfirmed,
     UnsettledBatch,
@@ -107,6 +108,9 @@ class Table:
     fail_lanes: dict[int, list[OutboxError]] = field(default_factory=dict)
     """What fetch, settle and flush say of a lane, once for each error."""
     stuck: set[int] = field(default_factory=set)
+    locked: dict[int, int] = field(default_factory=dict)
+    """How many more statements on a lane wait for a lock, each until ``on_lock`` returns, and are cut short."""
+    on_lock: Callable[[], None] = lambda: None
     known: bool = True
     behind: bool = False
     """Whether a turn is settled while the next one is published, as long as there is one."""
@@ -228,6 +232,11 @@ class OneSource:
         ]
         if stuck:
             raise SchemaError(f"{stuck} is too long")
+        for lane in self.pending.keys() & set(lanes):
+            if self.table.locked.get(lane):
+                self.table.locked[lane] -= 1
+                self.table.on_lock()
+                raise StatementCutShort(f"lane {lane} is locked")
         failed = {lane: self.table.fail_lanes[lane].pop(0) for lane in lanes if self.table.fail_lanes.get(lane)}
         for lane in set(lanes) - failed.keys():
             for item in self.pending.pop(lane, UnsettledBatch()).rows:

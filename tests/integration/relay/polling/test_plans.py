@@ -198,7 +198,7 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
 
 def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, monkeypatch):
     """Where no setting outlives its transaction: reading, settling, what is refused, and taking a lane over."""
-    monkeypatch.setattr(session, "begin_session", lambda _: False)
+    monkeypatch.setattr(session, "begin_session", lambda *_: False)
     database, admin = statistics
     admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
     leases = table(database, "pooled").acquire(4)

@@ -14,7 +14,7 @@ from one_lane import OneLane
 from support import backlog, tried, wait_until, write
 
 from outbox import Event
-from relay.core.ports import Batches, DatabaseUnavailable, Receipt, Sent, StandingError, UnsettledBatch
+from relay.core.ports import Batches, Receipt, Sent, StandingError, StatementCutShort, UnsettledBatch
 from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
 
@@ -170,7 +170,7 @@ def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle,
         last = str(watcher.raised[-1])
         assert re.search(error, last)
         cancelled = error == "query_canceled"
-        assert set(map(type, watcher.raised)) == {DatabaseUnavailable if cancelled else StandingError}
+        assert set(map(type, watcher.raised)) == {StatementCutShort if cancelled else StandingError}
         if not cancelled:
             # Those before it are settled.
             assert last.startswith(f"event {bad} is published, but can't be settled: Postgres, settling lane 0: ")

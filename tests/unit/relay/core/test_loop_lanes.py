@@ -1,4 +1,4 @@
-"""The worker's loop and its lanes: one in trouble beside others, leases, and lanes that are asked back."""
+"""The worker's loop and its lanes: one in trouble beside others, leases, pauses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
 
 import pytest
 from loop_fakes import SETTINGS, Clock, OnePublisher, OneSource, Step, World, all_of, clock, in_order, spread
@@ -16,7 +16,16 @@ from relay.core import loop
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
 from relay.core.pauses import Pauses
-from relay.core.ports import Batches, BatchRefused, BrokerUnavailable, Failed, LaneLost, Sent, Unavailable
+from relay.core.ports import (
+    Batches,
+    BatchRefused,
+    BrokerUnavailable,
+    Failed,
+    LaneLost,
+    Sent,
+    StatementCutShort,
+    Unavailable,
+)
 
 __all__ = ["clock"]
 
@@ -212,6 +221,29 @@ def test_an_event_that_can_never_be_settled_is_sent_once_and_named_and_those_bef
     assert (world.broker.log, world.table.left) == (list(range(1, 12)), [])
 
 
+def test_a_lane_that_waits_for_a_lock_to_be_settled_holds_up_no_other(clock):
+    """Each attempt takes as long as Postgres waits for a lock: it comes seldom, and one lane's in a turn."""
+    rows = spread(3, 6)
+
+    def then_lock(batches: Batches) -> Sent:
+        world.table.fail_fetch.append(StatementCutShort("locked"))
+        world.table.locked = {0: 3, 1: 1}
+        world.table.on_lock = lambda: clock.sleep(10.0)
+        return all_of(batches)
+
+    world = World(rows, then_lock)
+    world.watcher.unavailable = lambda lanes, *_: tried.append((list(lanes), clock.monotonic()))
+    tried: list[tuple[list[int], float]] = []
+    world.run()
+    assert [lanes for lanes, _ in tried] == [[0, 1, 2], [0], [1], [0], [0]]
+    times = [at for lanes, at in tried if lanes == [0]]
+    assert all(later - at >= 35.0 for at, later in pairwise(times))
+    assert in_order(world, rows)
+    assert world.table.left == []
+    # The third one went on between the first attempts of the others.
+    assert {2} in map(set, world.broker.turns)
+
+
 # Leases
 
 
@@ -251,114 +283,6 @@ def test_a_lane_whose_lease_runs_out_rests_until_it_is_renewed():
     assert world.broker.turns == [{0: [1, 2], 1: [4, 5]}, {0: [3]}, {1: [6]}]
     # It was joined all the time: nobody else can have had it, or its epoch would have changed.
     assert world.broker.joins == [[0, 1]]
-
-
-# Recalled lanes
-
-
-def test_a_recalled_lane_is_settled_and_let_go_clean_and_the_others_go_on():
-    rows = spread(2, 6)
-    gone = []
-
-    def recall(batches: Batches) -> Sent:
-        world.held.recall([1])
-        return all_of(batches)
-
-    def look(batches: Batches) -> Sent:
-        gone.extend(world.held.take_let_go())
-        return all_of(batches)
-
-    world = World(rows, recall, look)
-    world.table.on_wait = lambda lanes: world.stop.set() if lanes and not world.table.rows[0] else None
-    world.run()
-    [released] = gone
-    assert (released.lease, released.clean, released.lost) == (world.leases[1], True, False)
-    assert world.table.rows == {0: [], 1: rows[1][2:]}
-    assert all(set(turn) == {0} for turn in world.broker.turns[1:])
-    assert world.held.recalled == set()
-
-
-def test_a_recalled_lane_whose_last_batch_can_not_be_settled_is_not_clean():
-    def recall(batches: Batches) -> Sent:
-        world.held.recall([1, 2])
-        world.table.fail_lanes = {1: [Unavailable("a commit is lost")], 2: [LaneLost("epoch is over")]}
-        return all_of(batches)
-
-    world = World(spread(4, 1), recall)
-    world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
-    world.run()
-    assert world.let_go() == {0: (True, False), 1: (False, False), 2: (False, True), 3: (True, False)}
-
-
-def test_a_lane_that_is_recalled_before_it_was_joined_is_not_clean():
-    """Its row names whoever had it before: that one has to be fenced still."""
-    world = World({0: [1, 2], 1: [3]})
-    world.broker.fail_join = {1: [StateLost("no marker")] * 1000}
-    world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
-    world.run()
-    assert world.clean() == {0: True, 1: False}
-
-
-@pytest.mark.parametrize(
-    "outcome",
-    [lambda _: Failed(Unavailable("broker gone")), lambda batches: replace(all_of(batches), publisher_unusable=True)],
-    ids=["failure", "unusable"],
-)
-def test_a_lane_that_is_recalled_when_its_publisher_is_thrown_away_is_not_clean(outcome):
-    """A transaction of that publisher may be open: whoever takes the lane must fence it."""
-
-    def recall(batches: Batches) -> Sent:
-        world.held.recall([1])
-        return outcome(batches)
-
-    world = World({0: [1, 2, 3], 1: [4]}, recall)
-    world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
-    world.run()
-    assert world.clean() == {0: True, 1: False}
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_lane_that_is_recalled_while_a_server_is_away_is_settled_before_it_is_let_go(lost):
-    """Its next holder would send once more what is acknowledged already."""
-
-    def go_away(batches: Batches) -> Sent:
-        world.held.recall([1])
-        world.table.fail_fetch += [Unavailable("database gone")] * 2
-        world.table.fail_settle += [Unavailable("database gone")] * 2
-        if lost:
-            world.table.fail_lanes = {1: [LaneLost("epoch is over")]}
-        return all_of(batches)
-
-    rows = {0: [1, 3, 5], 1: [2, 4, 6]}
-    world = World(rows, go_away)
-    world.table.on_wait = lambda lanes: world.stop.set() if lanes and not world.table.rows[0] else None
-    world.run()
-    assert world.table.rows == {0: [], 1: [2, 4, 6] if lost else [6]}
-    assert in_order(world, {0: rows[0], 1: [2, 4]})
-    assert world.let_go() == {0: (True, False), 1: (False, lost)}
-
-
-def test_lanes_that_are_asked_back_are_not_kept_for_ever_to_be_settled(monkeypatch):
-    monkeypatch.setattr(loop, "_SETTLE_SECONDS", 0.02)
-
-    def go_away(batches: Batches) -> Sent:
-        world.held.recall_all()
-        world.table.fail_fetch.append(Unavailable("database gone"))
-        world.table.fail_settle += [Unavailable("database gone")] * 1000
-        return all_of(batches)
-
-    world = World({0: [1], 1: [2]}, go_away)
-    world.watcher.unavailable = lambda lanes, *_: world.stop.set() if not world.held.leases else None
-    runner = threading.Thread(target=world.run)
-    runner.start()
-    gone: list[Any] = []
-    while len(gone) < 2 and runner.is_alive():
-        gone += world.held.take_let_go()
-        time.sleep(0.001)
-    world.stop.set()
-    runner.join(20)
-    assert {entry.lease.lane: entry.clean for entry in gone} == {0: False, 1: False}
-    assert 2 <= len(world.table.fail_settle) < 1000
 
 
 def test_without_lanes_it_waits_and_opens_nothing():

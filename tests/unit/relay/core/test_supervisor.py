@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,9 @@ import relay.supervisor
 from outbox._clients.clock import uptime
 from relay.config import load
 from relay.core import reports
+from relay.core.lane import Backoff, Lane
 from relay.core.lease import Lease
+from relay.core.ports import NOTHING, UnsettledBatch
 from relay.lanes import LaneDistribution, Renewal
 from relay.supervisor import Supervisor
 from relay.wiring import build
@@ -163,6 +166,51 @@ def test_a_relay_that_came_back_alone_and_publishes_nothing_leaves_its_lanes_at_
     assert tick({"me": 0}, LANES) == LANES
     loop.failing_since = None
     assert tick({"me": LANES, "other": 0}, 0) == LANES // 2
+
+
+def test_lanes_of_the_stream_are_left_together_when_all_they_published_is_settled(supervisor) -> None:
+    """One that is kept to be settled would keep all the others from the next relay."""
+    supervisor._components = replace(supervisor._components, all_lanes=lambda _leases: None)
+    loop = supervisor._worker.loop
+    loop.failing_since = time.monotonic() - 1000.0
+    lane = loop._lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(batch=1))
+    left: list[bool] = []
+
+    class Lanes(Table):
+        def leave(self) -> None:
+            left.append(True)
+
+    for unsettled in (True, False):
+        lane.unsettled = lane.unsettled if unsettled else NOTHING
+        supervisor._balance(Lanes({"me": LANES, "other": 0}))
+        assert bool(left) is not unsettled
+        assert len(supervisor._held.recalled) == (0 if unsettled else LANES)
+
+
+def test_leases_that_could_not_be_renewed_in_time_are_tried_with_each_tick(supervisor) -> None:
+    """The worker locks their rows when it settles, for as long as that has to wait."""
+    did: list[str] = []
+
+    class Lanes(Table):
+        def renew(self, _leases: object) -> Renewal:
+            did.append("renew")
+            return Renewal()
+
+        def beat(self, _obeyed: object) -> None:
+            did.append("beat")
+
+        def forget_dead(self) -> None:
+            pass
+
+    table = Lanes({"me": LANES})
+    supervisor._keep(table)
+    assert did == ["beat", "renew"]
+    supervisor._keep(table)
+    assert did == ["beat", "renew"]
+    supervisor._held.leases[0]._until = time.monotonic() + 15.0
+    supervisor._keep(table)
+    supervisor._keep(table)
+    assert did == ["beat", "renew", "renew", "renew"]
 
 
 def test_a_lane_that_is_lost_counts_once_whether_a_turn_or_the_renewal_finds_it(supervisor) -> None:
