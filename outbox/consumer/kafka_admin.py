@@ -9,10 +9,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import ConfigResource, OffsetSpec  # type: ignore[attr-defined]
@@ -52,11 +53,32 @@ class TopicMissing(ConsumerError):
 
 @dataclass(frozen=True, slots=True)
 class TopicSnapshot:
-    """The current state of topics in Kafka. ``missing``: those that do not exist."""
+    """The current state of topics in Kafka.
+
+    missing      the topics that do not exist.
+    leaderless   the partitions that were left out, because they have no leader.
+    """
 
     ids: Mapping[str, str]
     bounds: Mapping[Partition, OffsetBounds]
     missing: tuple[str, ...]
+    leaderless: AbstractSet[Partition]
+
+    def require_topics(self) -> Self:
+        """Return the snapshot itself. Raises TopicMissing if topics are missing."""
+        if self.missing:
+            names = " or ".join(self.missing)
+            raise TopicMissing(f"there is no topic {names}; create it, or name another with --topic", self.missing)
+        return self
+
+
+def of_known_topics(partitions: Iterable[Partition]) -> Callable[[Partition], bool]:
+    """Return which partitions are ``optional`` to a group that knows these: all of their topics, and added ones too.
+
+    All partitions of a topic that is new to the group must have leaders: any that it finds later counts as added.
+    """
+    topics = {topic for topic, _ in partitions}
+    return lambda partition: partition[0] in topics
 
 
 class KafkaAdmin:
@@ -91,13 +113,8 @@ class KafkaAdmin:
 
         Raises TopicMissing, NotAuthorized, or ConsumerUnavailable when the brokers do not answer.
         """
-        snapshot = self.snapshot(topics, high_watermarks=high_watermarks, optional=optional)
-        if snapshot.missing:
-            raise TopicMissing(
-                f"there is no topic {' or '.join(snapshot.missing)}; create it, or name another with --topic",
-                snapshot.missing,
-            )
-        return dict(snapshot.ids), dict(snapshot.bounds)
+        found = self.snapshot(topics, high_watermarks=high_watermarks, optional=optional).require_topics()
+        return dict(found.ids), dict(found.bounds)
 
     def snapshot(
         self,
@@ -247,12 +264,9 @@ class KafkaAdmin:
                     if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
                         raise
                     missing.append(name)
-        partitions = [
-            (name, part.id)
-            for name, topic in described.items()
-            for part in topic.partitions
-            if part.leader is not None or not optional((name, part.id))
-        ]
+        leaders = {(name, part.id): part.leader for name, topic in described.items() for part in topic.partitions}
+        leaderless = {at for at, leader in leaders.items() if leader is None and optional(at)}
+        partitions = [at for at in leaders if at not in leaderless]
         # The client is connected and authorized by now, whatever was reported before.
         self._admin.poll(0)
         self._refusals.clear()
@@ -273,6 +287,7 @@ class KafkaAdmin:
                 for partition in partitions
             },
             tuple(sorted(missing)),
+            leaderless,
         )
 
     def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = _LAG_SECONDS) -> str | None:

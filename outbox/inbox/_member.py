@@ -63,6 +63,7 @@ from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.delays import TopicDelays
+from outbox.consumer.kafka_admin import of_known_topics
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition, StoredOffset
 from outbox.consumer.stalled import Watch
@@ -266,20 +267,19 @@ class Member:
     def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
         """Claim partitions, and return their positions and the keys of their dead letters.
 
-        Without those that have no leader; all partitions of a topic that is new to the group must have one: any that is
-        claimed later counts as added to the topic.
+        Without those that have no leader, of topics that the group knows.
         """
         topics = {topic for topic, _ in partitions}
         with self._session.transaction() as connection:
             stored = self._group.stored(connection, topics)
         self._stored |= stored
-        known = {topic for topic, _ in stored}
-        ids, bounds = self._admin.look(topics, lambda partition: partition[0] in known)
+        optional = of_known_topics(stored)
+        ids, bounds = self._admin.look(topics, optional)
         starts = {
             (topic, part): (ids[topic], at.end if self._settings.at_end else at.first)
             for (topic, part), at in bounds.items()
         }
-        if missing := [partition for partition in partitions if partition not in starts and partition[0] not in known]:
+        if missing := [partition for partition in partitions if partition not in starts and not optional(partition)]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         partitions = [partition for partition in partitions if partition in starts]
         if not partitions:
