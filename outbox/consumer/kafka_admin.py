@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._clients.kafka import complete
+from outbox._clients.kafka import Certificates, complete
 from outbox._clients.kafka_client import EARLIEST, LATEST, STALE, Admin, answered, silent_logger
 from outbox._clients.kafka_rules import cut_logs, is_refusal
 from outbox.consumer import patience
@@ -95,9 +95,13 @@ class KafkaAdmin:
         self._seconds = seconds
         # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
-        self._admin = Admin(options, functools.partial(_hear, self._refusals))
-        self._committers: dict[str, _PositionCommitter] = {}
+        self._connect()
         self._verified: dict[Partition, tuple[int, int, int | None]] = {}
+
+    def _connect(self) -> None:
+        self._certificates = Certificates(self._options)
+        self._admin = Admin(self._options, functools.partial(_hear, self._refusals))
+        self._committers: dict[str, _PositionCommitter] = {}
 
     def look(
         self,
@@ -221,6 +225,8 @@ class KafkaAdmin:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
         explained = self._admin.errors.explained(error, self._admin)
         refused = self._refusals.pop() if self._refusals else explained.args[0]
+        if self._certificates.replaced():
+            self._connect()
         servers = self._options.get("bootstrap.servers")
         return of_kafka(
             refused, f"Kafka at {servers}" if is_refusal(refused) else f"Kafka does not answer at {servers}"

@@ -26,6 +26,7 @@ has stored for the group.
 | Postgres away, without disk, memory or      | nothing is applied; retried with backoff, and Kafka is still polled  |
 |   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
+| … until certificates are renewed            | another member: librdkafka reads them when a client is made          |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
 | … and the old primary goes on, unnoticed    | each session is replaced after five minutes, and finds the new one   |
@@ -61,6 +62,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
+from outbox._clients.kafka import Certificates
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.delays import TopicDelays
 from outbox.consumer.kafka_admin import of_known_topics
@@ -125,9 +127,11 @@ class Member:
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
         # A broker that refuses the client sends no message: librdkafka would retry forever.
         self._refusal: KafkaFailed | None = None
+        self._certificates = Certificates(options)
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Consume until ``stopping``. Returns whether another member must go on: certificates were replaced."""
         self._kafka.subscribe(
             list(self._settings.topics),
             on_assign=raising(self._assigned),
@@ -138,6 +142,9 @@ class Member:
             self._fetch()
             if self._refusal is not None:
                 raise self._refusal
+            if (failed := self._certificates.failed) is not None:
+                _logger.warning("kafka: a new client reads the new certificates: %s", failed.str())
+                return True
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
                 self._note(part)
@@ -150,6 +157,7 @@ class Member:
         if self._generation is not None:
             with suppress(psycopg.Error), self._session.transaction() as connection:
                 self._group.end(connection, self._generation)
+        return False
 
     def _note(self, part: Assigned) -> None:
         """Note for a probe whether messages wait in a partition, and where."""
@@ -224,8 +232,7 @@ class Member:
     def _noted(self, error: KafkaError) -> None:
         if is_refusal(error):
             self._refusal = _kafka.failure(error)
-        if given := self._settings.options.get("error_cb"):
-            given(error)
+        self._certificates.hear(error)
 
     def _assigned(self, kafka: Any, assigned: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
