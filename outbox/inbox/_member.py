@@ -50,7 +50,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Event
@@ -84,7 +84,7 @@ _POLL_SECONDS: Final = 0.5
 _TURN_SECONDS: Final = 1.0
 _TAKEN: Final = 1_000
 _TAKEN_BYTES: Final = 8 << 20
-# Of a partition. What all may have queued together is below: a member may have hundreds of them.
+# Of a partition, and one message more. What all may have queued together is below: a member may have hundreds of them.
 _MOST_QUEUED: Final = 5_000
 _MOST_QUEUED_BYTES: Final = 32 << 20
 _ALL_QUEUED: Final = 50_000
@@ -189,16 +189,18 @@ class Member:
                 self._kafka_error(part, received, error)
             elif part is not None:
                 part.add(checked(received))
+                # Not only behind the loop: of hundreds each could have so much more than its share.
+                self._limit_queues([part])
             taken, size = taken + 1, size + size_of(received)
             full = taken >= _TAKEN or size >= _TAKEN_BYTES or self._stopping.is_set()
             message = None if full else self._kafka.poll(0)
-        self._limit_queues()
+        self._limit_queues(self._parts.values())
 
-    def _limit_queues(self) -> None:
+    def _limit_queues(self, parts: Iterable[Assigned]) -> None:
         """Pause partitions with long queues: one whose messages fail must not be read into memory as a whole."""
         count = max(len(self._parts), 1)
         most, most_bytes = min(_MOST_QUEUED, _ALL_QUEUED // count), min(_MOST_QUEUED_BYTES, _ALL_QUEUED_BYTES // count)
-        for part in self._parts.values():
+        for part in parts:
             if not part.paused and (len(part.queue) >= most or part.size >= most_bytes):
                 self._kafka.pause([TopicPartition(*part.partition)])
                 part.paused = True
