@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from outbox._clients import credentials
@@ -27,6 +28,42 @@ def complete(options: Mapping[str, Any]) -> dict[str, Any]:
     require_verification(options)
     given = {name: raising(options[name]) for name in CALLBACKS & options.keys() if callable(options[name])}
     return {**options, **given, **credentials.token_callback(options)}
+
+
+_FILES: Final = tuple(f"ssl.{name}.location" for name in ("ca", "crl", "certificate", "key", "keystore"))
+
+
+class Certificates:
+    """The files of certificates and keys that a client reads, once, when it is made: after this object.
+
+    failed  the error of a connection, once it failed after they were replaced: only another client connects.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.failed: KafkaError | None = None
+        self._files = [Path(options[name]) for name in _FILES if options.get(name)]
+        self._given: Callable[[KafkaError], object] | None = options.get("error_cb")
+        self._read = self._seen = self._versions()
+
+    def replaced(self) -> bool:
+        """Return whether the files are others, as at the last look: a key comes a moment before its certificate."""
+        before, self._seen = self._seen, self._versions()
+        return self._seen == before != self._read
+
+    def hear(self, error: KafkaError) -> None:
+        """Be the client's ``error_cb``, and call that of the options."""
+        if self.failed is None and self.replaced():
+            self.failed = error
+        if self._given is not None:
+            self._given(error)
+
+    def _versions(self) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        for file in self._files:
+            with suppress(OSError):
+                now = file.stat()
+                found.append((file, now.st_ino, now.st_mtime_ns, now.st_size))
+        return found
 
 
 _UNKNOWN: Final = re.compile(r'No such configuration property: "(.+)"')

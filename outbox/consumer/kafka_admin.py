@@ -9,15 +9,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._clients.kafka import complete
+from outbox._clients.kafka import Certificates, complete
 from outbox._clients.kafka_client import EARLIEST, LATEST, STALE, Admin, answered, silent_logger
 from outbox._clients.kafka_rules import cut_logs, is_refusal
 from outbox.consumer import patience
@@ -52,11 +53,32 @@ class TopicMissing(ConsumerError):
 
 @dataclass(frozen=True, slots=True)
 class TopicSnapshot:
-    """The current state of topics in Kafka. ``missing``: those that do not exist."""
+    """The current state of topics in Kafka.
+
+    missing      the topics that do not exist.
+    leaderless   the partitions that were left out, because they have no leader.
+    """
 
     ids: Mapping[str, str]
     bounds: Mapping[Partition, OffsetBounds]
     missing: tuple[str, ...]
+    leaderless: AbstractSet[Partition]
+
+    def require_topics(self) -> Self:
+        """Return the snapshot itself. Raises TopicMissing if topics are missing."""
+        if self.missing:
+            names = " or ".join(self.missing)
+            raise TopicMissing(f"there is no topic {names}; create it, or name another with --topic", self.missing)
+        return self
+
+
+def of_known_topics(partitions: Iterable[Partition]) -> Callable[[Partition], bool]:
+    """Return which partitions are ``optional`` to a group that knows these: all of their topics, and added ones too.
+
+    All partitions of a topic that is new to the group must have leaders: any that it finds later counts as added.
+    """
+    topics = {topic for topic, _ in partitions}
+    return lambda partition: partition[0] in topics
 
 
 class KafkaAdmin:
@@ -73,9 +95,13 @@ class KafkaAdmin:
         self._seconds = seconds
         # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
-        self._admin = Admin(options, functools.partial(_hear, self._refusals))
-        self._committers: dict[str, _PositionCommitter] = {}
+        self._connect()
         self._verified: dict[Partition, tuple[int, int, int | None]] = {}
+
+    def _connect(self) -> None:
+        self._certificates = Certificates(self._options)
+        self._admin = Admin(self._options, functools.partial(_hear, self._refusals))
+        self._committers: dict[str, _PositionCommitter] = {}
 
     def look(
         self,
@@ -91,13 +117,8 @@ class KafkaAdmin:
 
         Raises TopicMissing, NotAuthorized, or ConsumerUnavailable when the brokers do not answer.
         """
-        snapshot = self.snapshot(topics, high_watermarks=high_watermarks, optional=optional)
-        if snapshot.missing:
-            raise TopicMissing(
-                f"there is no topic {' or '.join(snapshot.missing)}; create it, or name another with --topic",
-                snapshot.missing,
-            )
-        return dict(snapshot.ids), dict(snapshot.bounds)
+        found = self.snapshot(topics, high_watermarks=high_watermarks, optional=optional).require_topics()
+        return dict(found.ids), dict(found.bounds)
 
     def snapshot(
         self,
@@ -204,6 +225,8 @@ class KafkaAdmin:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
         explained = self._admin.errors.explained(error, self._admin)
         refused = self._refusals.pop() if self._refusals else explained.args[0]
+        if self._certificates.replaced():
+            self._connect()
         servers = self._options.get("bootstrap.servers")
         return of_kafka(
             refused, f"Kafka at {servers}" if is_refusal(refused) else f"Kafka does not answer at {servers}"
@@ -260,12 +283,9 @@ class KafkaAdmin:
                     if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
                         raise
                     missing.append(name)
-        partitions = [
-            (name, part.id)
-            for name, topic in described.items()
-            for part in topic.partitions
-            if part.leader is not None or not optional((name, part.id))
-        ]
+        leaders = {(name, part.id): part.leader for name, topic in described.items() for part in topic.partitions}
+        leaderless = {at for at, leader in leaders.items() if leader is None and optional(at)}
+        partitions = [at for at in leaders if at not in leaderless]
         # The client is connected and authorized by now, whatever was reported before.
         self._admin.poll(0)
         self._refusals.clear()
@@ -286,6 +306,7 @@ class KafkaAdmin:
                 for partition in partitions
             },
             tuple(sorted(missing)),
+            leaderless,
         )
 
     def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = _LAG_SECONDS) -> str | None:

@@ -26,6 +26,7 @@ has stored for the group.
 | Postgres away, without disk, memory or      | nothing is applied; retried with backoff, and Kafka is still polled  |
 |   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
+| … until certificates are renewed            | another member: librdkafka reads them when a client is made          |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
 | … and the old primary goes on, unnoticed    | each session is replaced after five minutes, and finds the new one   |
@@ -49,7 +50,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Event
@@ -61,8 +62,10 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
+from outbox._clients.kafka import Certificates
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.delays import TopicDelays
+from outbox.consumer.kafka_admin import of_known_topics
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition, StoredOffset
 from outbox.consumer.stalled import Watch
@@ -81,7 +84,7 @@ _POLL_SECONDS: Final = 0.5
 _TURN_SECONDS: Final = 1.0
 _TAKEN: Final = 1_000
 _TAKEN_BYTES: Final = 8 << 20
-# Of a partition. What all may have queued together is below: a member may have hundreds of them.
+# Of a partition, and one message more. What all may have queued together is below: a member may have hundreds of them.
 _MOST_QUEUED: Final = 5_000
 _MOST_QUEUED_BYTES: Final = 32 << 20
 _ALL_QUEUED: Final = 50_000
@@ -124,9 +127,11 @@ class Member:
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
         # A broker that refuses the client sends no message: librdkafka would retry forever.
         self._refusal: KafkaFailed | None = None
+        self._certificates = Certificates(options)
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Consume until ``stopping``. Returns whether another member must go on: certificates were replaced."""
         self._kafka.subscribe(
             list(self._settings.topics),
             on_assign=raising(self._assigned),
@@ -137,6 +142,9 @@ class Member:
             self._fetch()
             if self._refusal is not None:
                 raise self._refusal
+            if (failed := self._certificates.failed) is not None:
+                _logger.warning("kafka: a new client reads the new certificates: %s", failed.str())
+                return True
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
                 self._note(part)
@@ -149,6 +157,7 @@ class Member:
         if self._generation is not None:
             with suppress(psycopg.Error), self._session.transaction() as connection:
                 self._group.end(connection, self._generation)
+        return False
 
     def _note(self, part: Assigned) -> None:
         """Note for a probe whether messages wait in a partition, and where."""
@@ -180,16 +189,18 @@ class Member:
                 self._kafka_error(part, received, error)
             elif part is not None:
                 part.add(checked(received))
+                # Not only behind the loop: of hundreds each could have so much more than its share.
+                self._limit_queues([part])
             taken, size = taken + 1, size + size_of(received)
             full = taken >= _TAKEN or size >= _TAKEN_BYTES or self._stopping.is_set()
             message = None if full else self._kafka.poll(0)
-        self._limit_queues()
+        self._limit_queues(self._parts.values())
 
-    def _limit_queues(self) -> None:
+    def _limit_queues(self, parts: Iterable[Assigned]) -> None:
         """Pause partitions with long queues: one whose messages fail must not be read into memory as a whole."""
         count = max(len(self._parts), 1)
         most, most_bytes = min(_MOST_QUEUED, _ALL_QUEUED // count), min(_MOST_QUEUED_BYTES, _ALL_QUEUED_BYTES // count)
-        for part in self._parts.values():
+        for part in parts:
             if not part.paused and (len(part.queue) >= most or part.size >= most_bytes):
                 self._kafka.pause([TopicPartition(*part.partition)])
                 part.paused = True
@@ -223,8 +234,7 @@ class Member:
     def _noted(self, error: KafkaError) -> None:
         if is_refusal(error):
             self._refusal = _kafka.failure(error)
-        if given := self._settings.options.get("error_cb"):
-            given(error)
+        self._certificates.hear(error)
 
     def _assigned(self, kafka: Any, assigned: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
@@ -266,20 +276,19 @@ class Member:
     def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
         """Claim partitions, and return their positions and the keys of their dead letters.
 
-        Without those that have no leader; all partitions of a topic that is new to the group must have one: any that is
-        claimed later counts as added to the topic.
+        Without those that have no leader, of topics that the group knows.
         """
         topics = {topic for topic, _ in partitions}
         with self._session.transaction() as connection:
             stored = self._group.stored(connection, topics)
         self._stored |= stored
-        known = {topic for topic, _ in stored}
-        ids, bounds = self._admin.look(topics, lambda partition: partition[0] in known)
+        optional = of_known_topics(stored)
+        ids, bounds = self._admin.look(topics, optional)
         starts = {
             (topic, part): (ids[topic], at.end if self._settings.at_end else at.first)
             for (topic, part), at in bounds.items()
         }
-        if missing := [partition for partition in partitions if partition not in starts and partition[0] not in known]:
+        if missing := [partition for partition in partitions if partition not in starts and not optional(partition)]:
             raise KafkaFailed(f"Kafka has assigned {missing[0][0]}-{missing[0][1]}, and does not list it")
         partitions = [partition for partition in partitions if partition in starts]
         if not partitions:

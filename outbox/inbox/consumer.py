@@ -159,11 +159,15 @@ class Consumer:
         cause is gone.
         """
         with self._signals():
-            member = Member(self._settings, handler, self._stopping, self._watch, self._delays)
+            again = True
             try:
-                member.run()
+                while again:
+                    member = Member(self._settings, handler, self._stopping, self._watch, self._delays)
+                    try:
+                        again = member.run()
+                    finally:
+                        member.close()
             finally:
-                member.close()
                 self._stopping.clear()
 
     @contextmanager

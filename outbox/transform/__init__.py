@@ -26,6 +26,7 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 | sending the positions never returns        | a new session, with another producer; the coordinator ends the old one's|
 |                                            | transaction after transaction_seconds                                   |
 | brokers are away                           | it waits; a transaction that was open is aborted, and done again        |
+| … until certificates are renewed           | a new session: librdkafka reads them when a client is made              |
 | a batch takes longer than                  | the coordinator has aborted the transaction: half as many messages in   |
 | transaction_seconds                        | the next one                                                            |
 | a record can't be produced: too large, no  | the transaction is aborted and ``run`` raises TransformFailed           |

@@ -13,7 +13,8 @@ from typing import Any, Final, Self
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from outbox._clients.callbacks import raising
-from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds, is_refusal
+from outbox._clients.kafka import Certificates
+from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds
 from outbox._clients.threads import within
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
@@ -30,7 +31,7 @@ from outbox.transform._positions import (
     place_of,
     require_whole,
 )
-from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed
+from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed, is_refused
 from outbox.transform.records import Record, dead_letter
 
 _logger: Final = logging.getLogger("outbox.transform")
@@ -41,21 +42,13 @@ _POLL_SECONDS: Final = 0.1
 _APART_SECONDS: Final = 60.0
 _REFUSAL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
-# In addition to those of credentials and rights: they last until rights, settings or topics are changed.
-_REFUSALS: Final = frozenset(
-    {
-        KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
-        KafkaError.INVALID_TRANSACTION_TIMEOUT,
-        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001  a documented name, in spite of the underscore
-    }
-)
 _TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
 # The record itself is at fault: it would be refused each time.
 _UNFIT: Final = _TOO_LARGE | frozenset(
     {
         KafkaError.INVALID_RECORD,
         KafkaError.POLICY_VIOLATION,
-        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
+        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001  a documented name, in spite of the underscore
     }
 )
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
@@ -82,11 +75,12 @@ class Session:
         self._apart_until: float | None = None
         self._clean_seconds = clean_seconds(plan.producer)
         self._stuck = False
+        self._certificates = Certificates(plan.consumer)
 
     def __enter__(self) -> Self:
         try:
             self._producer, self._firsts = Producer(dict(self._plan.producer)), self._first_records()
-            self._consumer = Consumer(dict(self._plan.consumer))
+            self._consumer = Consumer({**self._plan.consumer, "error_cb": raising(self._certificates.hear)})
         except KafkaException as error:
             raise ConfigurationError(f"kafka: {error.args[0].str()}") from error
         return self
@@ -125,6 +119,8 @@ class Session:
         size = 0
         while len(self._messages) < self._progress.batch and size < _BATCH_BYTES and not self._stop.is_set():
             message = self._consumer.poll(_POLL_SECONDS if until is None else max(until - time.monotonic(), 0.0))
+            if self._certificates.failed is not None:
+                raise KafkaException(self._certificates.failed)
             if message is not None and (error := message.error()) is not None:
                 if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
                     self._ends[partition_of(message)] = message.offset() or 0
@@ -478,7 +474,7 @@ class Session:
             try:
                 step()
             except KafkaException as error:
-                if not error.args[0].retriable() or self._stop.is_set():
+                if not error.args[0].retriable() or self._stop.is_set() or self._certificates.replaced():
                     raise
                 _logger.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
                 once = False
@@ -491,8 +487,3 @@ class Session:
         except KafkaException as error:
             # The coordinator ends the transaction after its time.
             _logger.info("aborting failed: %s", error.args[0].str())
-
-
-def is_refused(error: KafkaError) -> bool:
-    """Return whether Kafka refuses an operation until rights, settings or topics are changed."""
-    return is_refusal(error) or error.code() in _REFUSALS

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Final
 
+from confluent_kafka import KafkaError, Message
+
+from outbox._clients.kafka_rules import is_refusal
 from outbox.errors import OutboxError
 
-if TYPE_CHECKING:
-    from confluent_kafka import Message
+# In addition to those of credentials and rights: they last until rights, settings or topics are changed.
+_REFUSALS: Final = frozenset(
+    {
+        KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+        KafkaError.INVALID_TRANSACTION_TIMEOUT,
+        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001  a documented name, in spite of the underscore
+    }
+)
 
 
 class TransformFailed(OutboxError):
@@ -30,3 +39,8 @@ class InputLost(OutboxError):
 
 class KafkaRefused(OutboxError):
     """Kafka refuses an operation until rights, settings or topics change."""
+
+
+def is_refused(error: KafkaError) -> bool:
+    """Return whether Kafka refuses an operation until rights, settings or topics are changed."""
+    return is_refusal(error) or error.code() in _REFUSALS

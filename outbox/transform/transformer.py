@@ -13,8 +13,8 @@ from outbox.consumer.stalled import StalledPartition
 from outbox.errors import ConfigurationError
 from outbox.stopping import Stopping
 from outbox.transform._plan import Plan, Progress, client_options, pause
-from outbox.transform._session import Session, is_refused
-from outbox.transform.errors import KafkaRefused
+from outbox.transform._session import Session
+from outbox.transform.errors import KafkaRefused, is_refused
 from outbox.transform.records import Transform
 
 _logger: Final = logging.getLogger("outbox.transform")

@@ -15,14 +15,17 @@ for each other.
 | the log of another is cut meanwhile       | it counts as read at the end that it has now                          |
 | another has no leader, and so no end      | an added one with messages waits for that, and the rest is read up to |
 |                                           | the ends that were last seen                                          |
+| an added one has no leader when it is     | what the others have by then is read at once, and then they are read  |
+|   first seen                              | on; once it has messages, they are read to their ends of that time    |
 | the topic is created again meanwhile      | its id differs: the stored ends are ignored                           |
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
-from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.kafka_admin import KafkaAdmin, of_known_topics
 from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
 from spark_jobs.driver.options import Report
 from spark_jobs.driver.planner import common_limits, unreached, waiting_for_others
@@ -51,15 +54,18 @@ class AddedPartitions:
         bounds: Mapping[Partition, OffsetBounds],
         topic_ids: Mapping[str, str],
         generation: int,
+        leaderless: AbstractSet[Partition] = frozenset(),
     ) -> tuple[list[Partition], dict[Partition, int]]:
         """Return the new partitions that may be read, and how far some of the others may be. Raises Fenced.
+
+        leaderless  those that Kafka lists and ``bounds`` lacks: an added one is noted as if it had no messages.
 
         The other new ones have no stored offset. The ends that are waited for are stored: they need not be reached in
         one run.
         """
         known = {topic for topic, _ in stored}
         added = [one for one in new if one[0] in known]
-        self._note_ends(added, stored, bounds, topic_ids, generation)
+        self._note_ends([*added, *sorted(leaderless - stored.keys())], stored, bounds, topic_ids, generation)
         # All partitions of a topic that is new to the group. An added partition is skipped until it has messages:
         # producers learn of it minutes later, and until then write its keys to the other partitions.
         candidates = [one for one in new if one[0] not in known or bounds[one].end > 0]
@@ -93,7 +99,7 @@ class AddedPartitions:
         if not any(at in bounds and bounds[at].end < end for ends in last for at, end in ends.items()):
             return noted
         # What lies behind an open transaction will be there to be read.
-        _, now = self._kafka.look(self._topics, high_watermarks=True, optional=stored.__contains__)
+        _, now = self._kafka.look(self._topics, high_watermarks=True, optional=of_known_topics(stored))
         tops = {at: there.high_watermark or there.end for at, there in now.items()}
 
         def lowered(ends: Mapping[Partition, int]) -> dict[Partition, int]:
@@ -120,15 +126,16 @@ class AddedPartitions:
         for one in added:
             of_others = [at for at in stored if at[0] == one[0]]
             here = self._noted.get(one, AddedEnds({}, {}))
-            if bounds[one].end == 0 and one not in self._noted:
+            end = bounds[one].end if one in bounds else 0
+            if end == 0 and one not in self._noted:
                 # One without a leader has no end now.
                 if bounds.keys() >= set(of_others):
                     changed[one] = AddedEnds(self._at_least_noted({at: bounds[at].end for at in of_others}), {})
-            elif bounds[one].end > 0 and not here.ends:
+            elif end > 0 and not here.ends:
                 if later is None:
                     # The ends after the partition was seen with messages. High watermarks, because messages of open
                     # transactions came before these, too.
-                    _, looked = self._kafka.look(self._topics, high_watermarks=True, optional=stored.__contains__)
+                    _, looked = self._kafka.look(self._topics, high_watermarks=True, optional=of_known_topics(stored))
                     later = {at: there.high_watermark or there.end for at, there in looked.items()}
                 before = here.before
                 if not unreached(before, stored):

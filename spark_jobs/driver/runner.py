@@ -40,7 +40,7 @@ from outbox.consumer.errors import (
     JobError,
     NotAuthorized,
 )
-from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing, of_known_topics
 from outbox.consumer.losses import find_losses
 from outbox.consumer.model import OffsetBounds, Partition, Range, StoredOffset
 from outbox.consumer.patience import NoTimeLeft, Patience
@@ -154,7 +154,7 @@ class Runner:
 
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
-        targets: dict[Partition, OffsetBounds] | None = None
+        targets: Mapping[Partition, OffsetBounds] | None = None
 
         def step() -> bool:
             nonlocal targets
@@ -281,7 +281,7 @@ class Runner:
             halt(self._kafka.regrown(stored, known), self._job.group)
             chosen = self._chosen_starts(stored, bounds)
             new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
-            fresh, limits = self._added.ready(new, stored, bounds, ids, generation)
+            fresh, limits = self._added.ready(new, stored, bounds, ids, generation, self._leaderless)
             if fresh:
                 starts = None if chosen is None else {partition: chosen[partition] for partition in fresh}
                 self._store.add(fresh, ids, generation, starts)
@@ -308,6 +308,7 @@ class Runner:
                 for partition, here in stored.items()
                 if partition in self._leaderless or (partition in known and here.next_offset < known[partition].end)
             }
+            behind |= dict.fromkeys(self._leaderless - stored.keys(), 0)
             self._behind(behind, ranges.keys() | self._leaderless)
         if (ranges or state.retry_waits) and self._start_spark():
             # This came after the look before the take-over.
@@ -414,25 +415,25 @@ class Runner:
         return sorted(moved, key=lambda partition: (moved[partition], partition))
 
     def _look(
-        self, generation: int, optional: Collection[Partition] = ()
-    ) -> tuple[dict[str, str], dict[Partition, OffsetBounds]]:
+        self, generation: int, known: Collection[Partition] = ()
+    ) -> tuple[Mapping[str, str], Mapping[Partition, OffsetBounds]]:
         """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it.
 
-        optional  partitions that are left out while they have no leader.
+        known  the group's partitions: those of their topics are left out while they have no leader.
         """
         try:
-            ids, bounds = self._kafka.look(self._job.topics, optional=optional.__contains__)
+            found = self._kafka.snapshot(self._job.topics, optional=of_known_topics(known)).require_topics()
         except TopicMissing as error:
             with self._recorded(generation):
                 halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)
             raise
-        self._ends = {partition: there.end for partition, there in bounds.items()}
-        leaderless = set(optional) - bounds.keys()
+        self._ends = {partition: there.end for partition, there in found.bounds.items()}
+        leaderless = (set(known) - found.bounds.keys()) | found.leaderless
         if leaderless - self._leaderless:
             shown = sorted(f"{topic}-{part}" for topic, part in leaderless)
             self._report("Kafka names no leader of these partitions: they are not read", {"partitions": shown})
         self._leaderless = leaderless
-        return ids, bounds
+        return found.ids, found.bounds
 
     @contextmanager
     def _recorded(self, generation: int) -> Iterator[None]:

@@ -20,6 +20,9 @@ from confluent_kafka.admin import (
     AclOperation,
     AclPermissionType,
     AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
     ResourcePatternType,
     ResourceType,
     ScramCredentialInfo,
@@ -32,6 +35,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from kafka_proxy import ProxiedKafka
 from proxy import TcpProxy
+from support import wait_until
 
 from outbox.sandbox.postgres import PostgresServer
 
@@ -40,24 +44,26 @@ PASSWORD = "correct h#rse/?%@[:"
 
 @dataclass(frozen=True)
 class Certificates:
-    """Files in PEM: a certificate authority, and another one that has signed nothing; a server's key and certificate.
+    """Files in PEM: a certificate authority, and another one; a server's key and certificate, by the first one.
 
-    The server's certificate is for 127.0.0.1, and not for localhost.
+    The server's certificate is for 127.0.0.1, and not for localhost. ``other``: as the other one would make them.
     """
 
     authority: Path
     stranger: Path
     key: Path
     certificate: Path
+    other: Certificates | None = None
 
     @staticmethod
     def made(directory: Path) -> Certificates:
-        authority, authority_key = _certificate("authority", None, directory / "authority.pem")
-        _certificate("stranger", None, directory / "stranger.pem")
-        _certificate("server", (authority, authority_key), directory / "server.pem", directory / "server.key")
-        return Certificates(
-            *(directory / name for name in ("authority.pem", "stranger.pem", "server.key", "server.pem"))
-        )
+        files = [directory / f"{name}.pem" for name in ("authority", "stranger")]
+        made = []
+        for file, issuer in zip(files, [_certificate(file.stem, None, file) for file in files], strict=True):
+            key, certificate = directory / f"{file.stem}-server.key", directory / f"{file.stem}-server.pem"
+            _certificate("server", issuer, certificate, key)
+            made.append((key, certificate))
+        return Certificates(*files, *made[0], Certificates(*reversed(files), *made[1]))
 
 
 _SIGNS: Final = x509.KeyUsage(
@@ -115,12 +121,27 @@ class SecuredKafka:
     admin    a superuser's client.
     plain    the address of the other listener, where everybody is a superuser.
     options  of the user ``outbox``, who has no rights yet.
+    proxy    before the listener with TLS.
     """
 
     certificates: Certificates
     admin: AdminClient
     plain: str
     options: dict[str, str]
+    proxy: TcpProxy
+
+    def show(self, certificates: Certificates) -> None:
+        """Give the broker another certificate, and close the connections of all clients."""
+        changes = [
+            ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in _keystore(certificates).items()
+        ]
+        wanted = ConfigResource(ConfigResource.Type.BROKER, "1", incremental_configs=changes)
+        for answer in self.admin.incremental_alter_configs([wanted]).values():
+            answer.result(30)
+        shown = certificates.certificate.read_text()
+        wait_until(lambda: ssl.get_server_certificate(("127.0.0.1", self.proxy.port)) == shown, what="the certificate")
+        self.proxy.cut()
 
     @property
     def settings(self) -> dict[str, str]:
@@ -134,9 +155,7 @@ def secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
     certificates = Certificates.made(directory)
     settings = {
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:SASL_SSL,CONTROLLER:PLAINTEXT",
-        "listener.name.proxied.ssl.keystore.type": "PEM",
-        "listener.name.proxied.ssl.keystore.key": certificates.key.read_text(),
-        "listener.name.proxied.ssl.keystore.certificate.chain": certificates.certificate.read_text(),
+        **_keystore(certificates),
         "listener.name.proxied.sasl.enabled.mechanisms": "SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",
         **{
             f"listener.name.proxied.{mechanism}.sasl.jaas.config": (
@@ -162,7 +181,15 @@ def secured_kafka(directory: Path) -> Iterator[SecuredKafka]:
             "sasl.username": "outbox",
             "sasl.password": PASSWORD,
         }
-        yield SecuredKafka(certificates, admin, cluster.bootstrap_servers, options)
+        yield SecuredKafka(certificates, admin, cluster.bootstrap_servers, options, proxy)
+
+
+def _keystore(certificates: Certificates) -> dict[str, str]:
+    return {
+        "listener.name.proxied.ssl.keystore.type": "PEM",
+        "listener.name.proxied.ssl.keystore.key": certificates.key.read_text(),
+        "listener.name.proxied.ssl.keystore.certificate.chain": certificates.certificate.read_text(),
+    }
 
 
 def set_password(admin: AdminClient, user: str, password: str) -> None:

@@ -15,6 +15,7 @@ from offsets_driver import Driver
 from support import wait_until
 
 from outbox.consumer.errors import ConsumerUnavailable
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 
 
@@ -33,10 +34,10 @@ def lacks_a_leader(driver: Driver) -> bool:
 
 
 @pytest.fixture
-def away(outbox_postgres, three_brokers):
-    """The driver of a topic whose second partition is only on the first of three brokers, which is killed, and these.
+def read(outbox_postgres, three_brokers):
+    """The driver of a topic whose second partition is only on the first of three brokers, and these.
 
-    The group has read three messages of the first and five of the second; each has five more.
+    The group has read three messages of the first and five of the second.
     """
     with Topics(three_brokers.bootstrap_servers) as topics:
         driver = Driver(outbox_postgres, topics)
@@ -49,15 +50,26 @@ def away(outbox_postgres, three_brokers):
         driver.send(0, 3)
         driver.send(1, 5)
         assert driver.step() == {0: (0, 3), 1: (0, 5)}
-        for part in (0, 1):
-            driver.send(part, 5)
-        usual = driver.runner._kafka._seconds
-        # What the killed broker was asked last is not waited for long.
-        driver.runner._kafka._seconds = 3.0
-        three_brokers.kill_broker(0)
-        wait_until(lambda: lacks_a_leader(driver), what="the leader to be gone")
-        driver.runner._kafka._seconds = usual
         yield driver, three_brokers
+
+
+def kill_the_first(driver: Driver, cluster: KafkaCluster) -> None:
+    usual = driver.runner._kafka._seconds
+    # What the killed broker was asked last is not waited for long.
+    driver.runner._kafka._seconds = 3.0
+    cluster.kill_broker(0)
+    wait_until(lambda: lacks_a_leader(driver), what="the leader to be gone")
+    driver.runner._kafka._seconds = usual
+
+
+@pytest.fixture
+def away(read):
+    """The same, with five more messages in each, and without the first broker."""
+    driver, cluster = read
+    for part in (0, 1):
+        driver.send(part, 5)
+    kill_the_first(driver, cluster)
+    return driver, cluster
 
 
 def test_the_others_are_read_until_its_leader_is_back(away):
@@ -102,6 +114,29 @@ def test_one_that_is_added_meanwhile_keeps_no_other_waiting(away):
     cluster.start_broker(0)
     wait_until(lambda: driver.step() == {1: (5, 10)}, what="the messages of the second one")
     assert [driver.step(), driver.step()] == [{2: (0, 4)}, {}]
+
+
+def test_one_that_has_had_no_leader_since_it_was_added_keeps_no_other_waiting(read):
+    """What the others have by then comes before what it has; and then they are read on without it."""
+    driver, cluster = read
+    driver.admin.create_partitions([NewPartitions(driver.topic, 3, [[1]])])[driver.topic].result(30)
+    wait_until(lambda: has_leaders(driver, [True, True, True]), what="the added partition")
+    driver.send(2, 4)
+    behind = []
+    kill_the_first(driver, cluster)
+    driver.runner._behind = lambda offsets, turn: behind.append((dict(offsets), set(turn)))
+    for part, first in ((0, 3), (0, 8)):
+        driver.send(part, 5)
+        wait_until(lambda first=first: driver.step() == {0: (first, first + 5)}, what="the messages of the first one")
+    one, other, added = ((driver.topic, part) for part in range(3))
+    # It stands, and its first message may wait.
+    assert behind[-1] == ({one: 8, other: 5, added: 0}, {one, other, added})
+    assert driver.reports.count("Kafka names no leader of these partitions: they are not read") == 1
+    driver.send(0, 5)
+    cluster.start_broker(0)
+    found = []
+    wait_until(lambda: found.append(driver.step()) or {2: (0, 4)} in found, what="the messages of the added one")
+    assert [each for each in found if each] == [{0: (13, 18)}, {2: (0, 4)}]
 
 
 def test_a_run_to_the_ends_and_a_new_group_need_all(away):

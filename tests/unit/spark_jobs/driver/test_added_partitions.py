@@ -54,7 +54,7 @@ class Driver:
         self.servers.leaderless = tops.keys() - self.servers.bounds.keys()
         stored = {("t", part): StoredOffset("id", offset) for part, offset in enumerate(offsets)}
         new = sorted(self.servers.bounds.keys() - stored.keys())
-        return self.added.ready(new, stored, self.bounds(), {"t": "id"}, 1)
+        return self.added.ready(new, stored, self.bounds(), {"t": "id"}, 1, self.servers.leaderless)
 
     def bounds(self) -> dict[Partition, OffsetBounds]:
         """What a look without high watermarks finds."""
@@ -154,6 +154,19 @@ def test_one_that_gets_messages_while_another_has_no_leader():
     assert driver.look([140, 12, 4], [100, 5]) == ([], {OLD: 100, OTHER: 10})
     assert driver.look([150, 13, 4], [100, 10]) == ([], {OLD: 140, OTHER: 12})
     assert driver.look([150, 13, 4], [140, 12]) == ([NEW], {})
+
+
+def test_one_that_is_added_without_a_leader():
+    """What the others have by then is read at once; they go on without it, and it waits for what they have later."""
+    driver = Driver()
+    driver.look([90, 10], [20, 5])
+    assert driver.look([100, 12, LEADERLESS], [30, 10]) == ([], {OLD: 100, OTHER: 12})
+    driver = Driver(driver.servers.noted)
+    assert driver.look([110, 15, LEADERLESS], [99, 12]) == ([], {OLD: 100, OTHER: 12})
+    assert driver.look([120, 16, LEADERLESS], [100, 12]) == ([], {})
+    assert driver.look([130, 18, 4], [110, 13]) == ([], {OLD: 120, OTHER: 16})
+    assert driver.look([140, 19, 4], [120, 16]) == ([], {OLD: 130, OTHER: 18})
+    assert driver.look([140, 19, 4], [130, 18]) == ([NEW], {})
 
 
 def test_what_one_without_a_leader_has_is_not_known_to_a_driver_that_has_not_looked_before():
