@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from confluent_kafka import TopicPartition
+
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka import complete
 from outbox.consumer.model import Partition
@@ -45,11 +47,13 @@ class Progress:
     batch      the most messages in a transaction now.
     messages   how many are committed.
     too_large  places of messages whose copies the dead-letter topic has refused: they get ones without the value.
+    positions  of each partition that this member has had, as it last knew it.
     """
 
     batch: int
     messages: int = 0
     too_large: set[tuple[Partition, int]] = field(default_factory=set)
+    positions: dict[Partition, TopicPartition] = field(default_factory=dict)
     watch: Watch = field(default_factory=Watch)
 
 

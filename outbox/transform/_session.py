@@ -21,10 +21,10 @@ from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
 from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, pause
 from outbox.transform._positions import (
-    PARTITIONS,
     answered,
+    beginning,
     behind,
-    first_partitions,
+    committed,
     moved,
     partition_of,
     place_of,
@@ -186,35 +186,24 @@ class Session:
 
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
-        positions = [TopicPartition(each.topic, each.partition) for each in partitions]
-        found = answered(self._consumer.committed(positions, _SECONDS)) if positions else []
-        if begun := [self._beginning(position) for position in found if position.offset < 0]:
+        plan, consumer = self._plan, self._consumer
+        found = committed(consumer, partitions, self._progress.positions, plan.consumer, _SECONDS, self._stop, _logger)
+        if self._stop.is_set():
+            return
+        if begun := [
+            beginning(consumer, position, plan.start, plan.group, _SECONDS, _logger)
+            for position in found
+            if position.offset < 0
+        ]:
             found = [position for position in found if position.offset >= 0] + begun
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
-            answered(self._consumer.commit(offsets=begun, asynchronous=False) or [])
-        self._unchecked = require_whole(self._consumer, found, self._plan.consumer, _SECONDS, _logger)
+            answered(consumer.commit(offsets=begun, asynchronous=False) or [])
+        self._unchecked = require_whole(consumer, found, plan.consumer, _SECONDS, _logger)
         self._committed = {(position.topic, position.partition): position for position in found}
+        self._progress.positions |= self._committed
         self._ends.clear()
-        self._consumer.assign(found)
-
-    def _beginning(self, position: TopicPartition) -> TopicPartition:
-        """Return where a partition without a position begins. Raises InputLost if there is to be one.
-
-        With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
-        stands in the metadata of each of its positions. One that was added later is read from its beginning.
-        """
-        if self._plan.start == "none":
-            raise InputLost(f"group {self._plan.group!r} has no position in {position.topic}-{position.partition}")
-        first, end = self._consumer.get_watermark_offsets(position, _SECONDS, cached=False)
-        if self._plan.start == "earliest":
-            return TopicPartition(position.topic, position.partition, first)
-        count = first_partitions(self._consumer, position.topic, _SECONDS)
-        offset = end if position.partition < count else first
-        if offset > first:
-            skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
-            _logger.warning("group %s has no position in %s", self._plan.group, skipped)
-        return TopicPartition(position.topic, position.partition, offset, f"{PARTITIONS}{count}")
+        consumer.assign(found)
 
     # Writing
 
@@ -251,6 +240,7 @@ class Session:
         else:
             self._aborted = 0
             self._committed |= positions
+            self._progress.positions |= positions
             self._progress.watch.moved(first)
             self._progress.messages += len(messages)
             self._progress.too_large.difference_update(map(place_of, messages))
