@@ -115,7 +115,9 @@ class Member:
         # By then Kafka has reported the loss of its partitions to a member that slept.
         reclaim_seconds = 2 * int(options.get("heartbeat.interval.ms", _HEARTBEAT_MS)) / 1000
         strategy, protocol = options.get("partition.assignment.strategy", ""), options.get("group.protocol", "")
-        self._incremental = "cooperative" in str(strategy) or str(protocol).lower() == "consumer"
+        # With KIP-848 librdkafka says nothing to a member that gets no partitions.
+        self._silent = str(protocol).lower() == "consumer"
+        self._incremental = "cooperative" in str(strategy) or self._silent
         self._admin = _kafka.Admin(options)
         self._session = Session(settings.connect)
         self._applier = (AtMostOnceApplier if settings.at_most_once else Applier)(
@@ -127,6 +129,7 @@ class Member:
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
 
     def run(self) -> None:
+        self._note_unassigned()
         self._kafka.subscribe(
             list(self._settings.topics),
             on_assign=raising(self._assigned),
@@ -149,6 +152,10 @@ class Member:
         if self._generation is not None:
             with suppress(psycopg.Error), self._session.transaction() as connection:
                 self._group.end(connection, self._generation)
+
+    def _note_unassigned(self) -> None:
+        if not self._parts and not self._silent:
+            self._watch.unassigned(self._settings.topics)
 
     def _note(self, part: Assigned) -> None:
         """Note for a probe whether messages wait in a partition, and where."""
@@ -219,6 +226,7 @@ class Member:
         else:
             # Brokers that are away, a topic that is not there yet, a poll that came too late: librdkafka goes on.
             _logger.warning("kafka: %s", error.str())
+            self._watch.not_joined(error.str())
 
     def _noted(self, error: KafkaError) -> None:
         if is_refusal(error):
@@ -230,6 +238,7 @@ class Member:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         partitions = [(one.topic, one.partition) for one in assigned]
         claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] | None = None
+        self._watch.assigned({*self._parts, *partitions})
         for partition in partitions:
             self._watch.waits(partition, None)
         attempt = 0
@@ -262,6 +271,7 @@ class Member:
         for one in revoked:
             self._parts.pop((one.topic, one.partition), None)
         self._watch.moved([(one.topic, one.partition) for one in revoked])
+        self._note_unassigned()
 
     def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
         """Claim partitions, and return their positions and the keys of their dead letters.

@@ -105,6 +105,7 @@ class Session:
 
     def run(self) -> None:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""
+        self._progress.watch.unassigned(self._plan.topics)
         self._until_known(lambda: self._producer.init_transactions(_SECONDS))
         self._consumer.subscribe(
             list(self._plan.topics),
@@ -152,6 +153,7 @@ class Session:
         else:
             # librdkafka goes on by itself, as behind a connection that broke, or joins the group again.
             _logger.info("group %s: %s", self._plan.group, error.str())
+            self._progress.watch.not_joined(error.str())
 
     def _require_topics(self) -> None:
         """Raise KafkaRefused if a topic is missing, and still is after a while."""
@@ -173,15 +175,16 @@ class Session:
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._messages.clear()
-        # Here and not when partitions are taken away: behind an error the next session may get the same ones.
-        self._progress.watch.keep({(each.topic, each.partition) for each in partitions})
         self._go_to_committed(partitions)
         self._membership = consumer.consumer_group_metadata()
+        # Here and not when partitions are taken away: behind an error the next session may get the same ones.
+        self._progress.watch.assigned({(each.topic, each.partition) for each in partitions})
 
     def _revoked(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
         self._messages.clear()
         self._ends.clear()
         self._membership = None
+        self._progress.watch.unassigned(self._plan.topics)
         consumer.unassign()
 
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
