@@ -104,6 +104,20 @@ def moved(position: TopicPartition, offset: int, leader_epoch: int | None) -> To
     )
 
 
+def require_same_topics(ids: Mapping[str, str], known: dict[str, str], group: str) -> None:
+    """Raise InputLost if a topic has another id than was known; the ids are known from now on.
+
+    librdkafka reads a topic that was created again on from where it was in the former one.
+    """
+    former = {topic: known[topic] for topic, id_ in ids.items() if known.get(topic, id_) != id_}
+    known.update(ids)
+    for topic, id_ in former.items():
+        raise InputLost(
+            f"group {group!r}: {topic} was deleted and created again (its id was {id_}, now {ids[topic]}). What it has "
+            "before the group's positions may not have been read: see what is lost, and set the group's offsets by hand"
+        )
+
+
 def require_whole(
     consumer: Consumer,
     positions: Sequence[TopicPartition],

@@ -19,7 +19,7 @@ from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
-from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, pause
+from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, pause, topic_ids
 from outbox.transform._positions import (
     answered,
     beginning,
@@ -28,6 +28,7 @@ from outbox.transform._positions import (
     moved,
     partition_of,
     place_of,
+    require_same_topics,
     require_whole,
 )
 from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed
@@ -87,6 +88,7 @@ class Session:
         try:
             self._producer, self._firsts = Producer(dict(self._plan.producer)), self._first_records()
             self._consumer = Consumer(dict(self._plan.consumer))
+            self._topic_ids = topic_ids(self._plan.consumer)
         except KafkaException as error:
             raise ConfigurationError(f"kafka: {error.args[0].str()}") from error
         return self
@@ -95,7 +97,11 @@ class Session:
         # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
         self._purge()
-        del self._consumer, self._producer  # they end now, although callbacks and tracebacks may keep this session
+        del (
+            self._consumer,
+            self._producer,
+            self._topic_ids,
+        )  # they end now, although callbacks and tracebacks may keep this session
 
     def _purge(self) -> None:
         # The callback of an undelivered record would keep this session and its clients.
@@ -114,6 +120,8 @@ class Session:
             on_lost=raising(self._revoked),
         )
         while not self._stop.is_set():
+            ids = self._topic_ids.look(topic for topic, _ in self._committed)
+            require_same_topics(ids, self._progress.topic_ids, self._plan.group)
             self._read()
             if self._messages or self._ends:
                 self._write()

@@ -17,8 +17,9 @@ from kafka_proxy import OFFSET_FETCH, edit_response
 from support import wait_until
 from transform_support import Place, copied, running
 
+from outbox.consumer import topic_ids
 from outbox.testing.fixtures import Topics
-from outbox.transform import _positions
+from outbox.transform import InputLost, _positions
 from outbox.transform._session import Session
 
 
@@ -95,3 +96,28 @@ def test_what_an_operator_has_set_is_taken(place, caplog, monkeypatch):
     with running(member):
         wait_until(lambda: member.committed == 16, 60, "the messages from there on")
     assert f"{place.source}-0 at offset 4, where this process had it at 10" in caplog.text
+
+
+def test_a_topic_that_is_created_again_while_it_runs(place, monkeypatch):
+    """librdkafka would read it on from the former position."""
+    monkeypatch.setattr(topic_ids, "_SECONDS", 0.1)
+    place.feed(range(5))
+    member = place.member(copied(place))
+    admin = AdminClient(place.options)
+
+    def again() -> None:
+        with running(member):
+            wait_until(lambda: member.committed == 5, 60, "the messages")
+            wait_until(lambda: member._progress.topic_ids, 60, "the topic's id")
+            admin.delete_topics([place.source], operation_timeout=30)[place.source].result(60)
+            wait_until(lambda: place.source not in admin.list_topics(timeout=10).topics, 60, "the topic to go")
+            place.kafka.create_topic(place.source)
+            place.feed(range(10, 20))
+            wait_until(lambda: place.position() == 10, 60, "what the new one has")
+
+    with pytest.raises(InputLost, match="was deleted and created again"):
+        again()
+    # Once that is said, it goes on.
+    monkeypatch.setattr(_positions, "DOUBT_SECONDS", 1.0)
+    with running(member):
+        wait_until(lambda: place.position() == 10, 60, "what the new one has")
