@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 CALLBACKS: Final = frozenset({"error_cb", "stats_cb", "throttle_cb", "on_commit", "on_delivery"})
 """The options of a client that are callbacks whose errors arrive where it is polled."""
+
+
+def without_callbacks(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options without those that a service gives to its consumer alone."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name not in CALLBACKS and name not in {"logger", "statistics.interval.ms"}
+    }
 
 
 def raising(callback: Callable[..., None]) -> Callable[..., None]:

@@ -86,7 +86,7 @@ def cut_logs(
 
 
 def is_refusal(error: KafkaError) -> bool:
-    """Return whether Kafka refuses the client's credentials, or an operation that they do not allow."""
+    """Return whether Kafka refuses the client's credentials, what they do not allow, or how it joins a group."""
     from confluent_kafka import KafkaError as Codes
 
     return error.code() in {
@@ -98,6 +98,8 @@ def is_refusal(error: KafkaError) -> bool:
         Codes.TOPIC_AUTHORIZATION_FAILED,
         Codes.GROUP_AUTHORIZATION_FAILED,
         Codes.CLUSTER_AUTHORIZATION_FAILED,
+        Codes.INVALID_SESSION_TIMEOUT,
+        Codes.INCONSISTENT_GROUP_PROTOCOL,
     }
 
 

@@ -17,7 +17,11 @@ def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
 
     text = f"{doing}: {error.str()}"
     if is_refusal(error):
-        return NotAuthorized(f"{text}; look at the credentials and the ACLs. Nothing was skipped")
+        look_at = {
+            Codes.INVALID_SESSION_TIMEOUT: "session.timeout.ms, and the brokers' group.max.session.timeout.ms",
+            Codes.INCONSISTENT_GROUP_PROTOCOL: "partition.assignment.strategy, here and of the group's other members",
+        }.get(error.code(), "the credentials and the ACLs")
+        return NotAuthorized(f"{text}; look at {look_at}. Nothing was skipped")
     if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
         return CorruptRecords(f"{text}. Nothing was skipped")
     return ConsumerUnavailable(text)

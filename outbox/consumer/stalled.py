@@ -10,26 +10,33 @@ from dataclasses import dataclass, replace
 from outbox.consumer.model import Partition
 
 _UNKNOWN = "no error was reported: a message may take as long"
+_UNANSWERED = "the group has not answered: it may wait for its members for max.poll.interval.ms, or Kafka is away"
 
 
 @dataclass(frozen=True, slots=True)
 class StalledPartition:
-    """A partition in which messages wait and that does not move. As text: a sentence.
+    """A partition in which messages wait and that does not move, or a member without an assignment.
 
-    offset  of the first message that waits; None if the partition's position could not be read yet.
-    since   when that was first so.
-    why     the last error.
+    As text it is a sentence.
+
+    topic      without an assignment: all topics, separated by commas.
+    partition  None: the member is in no group, or has not heard which partitions it gets.
+    offset     of the first message that waits; None if the partition's position could not be read yet.
+    since      when that was first so.
+    why        the last error.
     """
 
     topic: str
-    partition: int
+    partition: int | None
     offset: int | None
     since: dt.datetime
     why: str
 
     def __str__(self) -> str:
-        at = "" if self.offset is None else f" at offset {self.offset}"
         since = f"{self.since:%Y-%m-%d %H:%M:%S} UTC"
+        if self.partition is None:
+            return f"the group assigns nothing of {self.topic} to this member since {since}: {self.why}"
+        at = "" if self.offset is None else f" at offset {self.offset}"
         return f"partition {self.partition} of topic {self.topic} stands still{at} since {since}: {self.why}"
 
 
@@ -39,6 +46,26 @@ class Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stalled: dict[Partition, StalledPartition] = {}
+        self._unassigned: StalledPartition | None = None
+
+    def unassigned(self, topics: Collection[str]) -> None:
+        """Note that the group has not assigned anything to this member yet, or has taken all away."""
+        with self._lock:
+            if self._unassigned is None:
+                now = dt.datetime.now(dt.UTC)
+                self._unassigned = StalledPartition(", ".join(topics), None, None, now, _UNANSWERED)
+
+    def not_joined(self, why: str) -> None:
+        """Note why a member has no assignment; of one that has, nothing."""
+        with self._lock:
+            if self._unassigned is not None:
+                self._unassigned = replace(self._unassigned, why=why)
+
+    def assigned(self, partitions: Collection[Partition]) -> None:
+        """Note which partitions are assigned to this member, perhaps none; forget all others."""
+        with self._lock:
+            self._unassigned = None
+            self._stalled = {partition: one for partition, one in self._stalled.items() if partition in partitions}
 
     def waits(self, partition: Partition, offset: int | None) -> None:
         """Note that messages wait in a partition, the first of them at an offset."""
@@ -53,11 +80,6 @@ class Watch:
             for partition in partitions:
                 self._stalled.pop(partition, None)
 
-    def keep(self, partitions: Collection[Partition]) -> None:
-        """Forget all partitions but these."""
-        with self._lock:
-            self._stalled = {partition: one for partition, one in self._stalled.items() if partition in partitions}
-
     def failed(self, partitions: Collection[Partition] | None, why: str) -> None:
         """Note an error that keeps these partitions from moving; None: all in which messages wait."""
         with self._lock:
@@ -68,7 +90,8 @@ class Watch:
         """Return the partitions that stand for at least so long."""
         until = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=seconds)
         with self._lock:
-            return sorted(
-                (one for one in self._stalled.values() if one.since <= until),
-                key=lambda one: (one.topic, one.partition),
-            )
+            found = [*self._stalled.values(), *([] if self._unassigned is None else [self._unassigned])]
+        return sorted(
+            (one for one in found if one.since <= until),
+            key=lambda one: (one.topic, -1 if one.partition is None else one.partition),
+        )

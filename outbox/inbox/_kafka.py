@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError
 
-from outbox._clients.callbacks import CALLBACKS
+from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
@@ -30,8 +30,6 @@ _OURS: Final[Mapping[str, Any]] = {
     # Behind a transaction's marker there may be no message that would move the position.
     "enable.partition.eof": True,
 }
-# What a service gives to its consumer alone.
-_CONSUMERS: Final = CALLBACKS | {"logger", "statistics.interval.ms"}
 
 OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})  # noqa: SLF001
 
@@ -53,8 +51,7 @@ class Admin:
     """Asks the brokers, with the consumer's options. Raises KafkaFailed when they refuse, or do not answer in time."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        own = {name: value for name, value in options.items() if name not in _CONSUMERS}
-        self._admin = KafkaAdmin(own, seconds=_SECONDS)
+        self._admin = KafkaAdmin(without_callbacks(options), seconds=_SECONDS)
 
     def look(
         self, topics: Iterable[str], optional: Callable[[Partition], bool] = ().__contains__

@@ -51,7 +51,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from threading import Event
 from typing import Any, Final, cast
@@ -69,6 +68,7 @@ from outbox.consumer.kafka_admin import of_known_topics
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition, StoredOffset
 from outbox.consumer.stalled import Watch
+from outbox.consumer.topic_ids import TopicIds
 from outbox.inbox import _kafka
 from outbox.inbox._applier import AWAY, Applier, Handler, Settings
 from outbox.inbox._assigned import Assigned, size_of
@@ -92,7 +92,6 @@ _ALL_QUEUED_BYTES: Final = 128 << 20
 # A partition is read again when this part is left of what it may have queued.
 _READ_AGAIN: Final = 5
 _UPKEEP_SECONDS: Final = 1.0
-_TOPIC_SECONDS: Final = 10.0
 _HEARTBEAT_MS: Final = 3_000
 _CLAIM_ATTEMPTS: Final = 8
 """How often Kafka is asked for offsets at a claim, with backoff: a broker that has just started does not know all."""
@@ -112,14 +111,15 @@ class Member:
         self._stored: dict[Partition, StoredOffset] = {}
         self._generation: int | None = None
         self._upkeep_at = 0.0
-        self._topics_at = time.monotonic() + _TOPIC_SECONDS
-        self._described: Mapping[str, Future[Any]] = {}
         options = settings.options
         # By then Kafka has reported the loss of its partitions to a member that slept.
         reclaim_seconds = 2 * int(options.get("heartbeat.interval.ms", _HEARTBEAT_MS)) / 1000
         strategy, protocol = options.get("partition.assignment.strategy", ""), options.get("group.protocol", "")
-        self._incremental = "cooperative" in str(strategy) or str(protocol).lower() == "consumer"
+        # With KIP-848 librdkafka says nothing to a member that gets no partitions.
+        self._silent = str(protocol).lower() == "consumer"
+        self._incremental = "cooperative" in str(strategy) or self._silent
         self._admin = _kafka.Admin(options)
+        self._topic_ids = TopicIds(self._admin.describe)
         self._session = Session(settings.connect)
         self._applier = (AtMostOnceApplier if settings.at_most_once else Applier)(
             settings, self._session, handler, watch, delays, log_end=self._log_end, reclaim_seconds=reclaim_seconds
@@ -132,6 +132,7 @@ class Member:
 
     def run(self) -> bool:
         """Consume until ``stopping``. Returns whether another member must go on: certificates were replaced."""
+        self._note_unassigned()
         self._kafka.subscribe(
             list(self._settings.topics),
             on_assign=raising(self._assigned),
@@ -158,6 +159,10 @@ class Member:
             with suppress(psycopg.Error), self._session.transaction() as connection:
                 self._group.end(connection, self._generation)
         return False
+
+    def _note_unassigned(self) -> None:
+        if not self._parts and not self._silent:
+            self._watch.unassigned(self._settings.topics)
 
     def _note(self, part: Assigned) -> None:
         """Note for a probe whether messages wait in a partition, and where."""
@@ -230,6 +235,7 @@ class Member:
         else:
             # Brokers that are away, a topic that is not there yet, a poll that came too late: librdkafka goes on.
             _logger.warning("kafka: %s", error.str())
+            self._watch.not_joined(error.str())
 
     def _noted(self, error: KafkaError) -> None:
         if is_refusal(error):
@@ -240,6 +246,7 @@ class Member:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         partitions = [(one.topic, one.partition) for one in assigned]
         claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] | None = None
+        self._watch.assigned({*self._parts, *partitions})
         for partition in partitions:
             self._watch.waits(partition, None)
         attempt = 0
@@ -272,6 +279,7 @@ class Member:
         for one in revoked:
             self._parts.pop((one.topic, one.partition), None)
         self._watch.moved([(one.topic, one.partition) for one in revoked])
+        self._note_unassigned()
 
     def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
         """Claim partitions, and return their positions and the keys of their dead letters.
@@ -409,20 +417,15 @@ class Member:
 
     def _check_topics(self) -> None:
         """Check from time to time that the topics are those that the group has read. Does not wait for Kafka."""
-        if self._described and all(future.done() for future in self._described.values()):
-            described, self._described = self._described, {}
-            ids = {name: str(future.result().topic_id) for name, future in described.items() if not future.exception()}
-            other = {
-                part.partition: part.position
-                for part in self._parts.values()
-                if part.position is not None
-                and ids.get(part.partition[0], part.position.topic_id) != part.position.topic_id
-            }
-            if other:
-                self._check_positions(other)
-        elif not self._described and self._parts and time.monotonic() >= self._topics_at:
-            self._described = self._admin.describe({topic for topic, _ in self._parts})
-            self._topics_at = time.monotonic() + _TOPIC_SECONDS
+        ids = self._topic_ids.look(topic for topic, _ in self._parts)
+        other = {
+            part.partition: part.position
+            for part in self._parts.values()
+            if part.position is not None
+            and ids.get(part.partition[0], part.position.topic_id) != part.position.topic_id
+        }
+        if other:
+            self._check_positions(other)
 
 
 def _leaderless(parts: Sequence[Assigned]) -> KafkaFailed:

@@ -6,18 +6,25 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
+from confluent_kafka import TopicPartition
+
 from outbox._clients.backoff import doubled, jittered
+from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Partition
 from outbox.consumer.stalled import Watch
+from outbox.consumer.topic_ids import TopicIds
 from outbox.errors import ConfigurationError
 from outbox.transform.records import Transform
 
 MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
 _LONGEST_PAUSE: Final = 10.0
+_DESCRIBE_SECONDS: Final = 30.0
 # The most that librdkafka takes.
 _MESSAGE_MAX_BYTES: Final = 1_000_000_000
 # The promise depends on them, too.
@@ -45,11 +52,15 @@ class Progress:
     batch      the most messages in a transaction now.
     messages   how many are committed.
     too_large  places of messages whose copies the dead-letter topic has refused: they get ones without the value.
+    positions  of each partition that this member has had, as it last knew it.
+    topic_ids  of the topics that it reads.
     """
 
     batch: int
     messages: int = 0
     too_large: set[tuple[Partition, int]] = field(default_factory=set)
+    positions: dict[Partition, TopicPartition] = field(default_factory=dict)
+    topic_ids: dict[str, str] = field(default_factory=dict)
     watch: Watch = field(default_factory=Watch)
 
 
@@ -88,6 +99,11 @@ def client_options(
         "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
     }
     return {**completed, **reading}, {**tuned, **completed, **writing}
+
+
+def topic_ids(options: Mapping[str, Any]) -> TopicIds:
+    """Return what asks for topics' ids, with the consumer's options."""
+    return TopicIds(partial(KafkaAdmin(without_callbacks(options)).describe, seconds=_DESCRIBE_SECONDS))
 
 
 def pause(stop: threading.Event, failures: int) -> None:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
+from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka_rules import cut_logs
 from outbox.consumer.model import Partition
 from outbox.transform.errors import InputLost
 
-PARTITIONS: Final = "partitions="
+_PARTITIONS: Final = "partitions="
 """In a position's metadata, before how many partitions the topic had when the group came to it."""
+DOUBT_SECONDS: Final = 20.0
+"""How long a position is asked for again that is missing, or lower than before; at most half of the poll interval."""
+_POLL_INTERVAL_MS: Final = 300_000  # librdkafka's default
 
 
 def answered(positions: list[TopicPartition]) -> list[TopicPartition]:
@@ -23,6 +29,47 @@ def answered(positions: list[TopicPartition]) -> list[TopicPartition]:
         if position.error is not None:
             raise KafkaException(position.error)
     return positions
+
+
+def committed(
+    consumer: Consumer,
+    partitions: Sequence[TopicPartition],
+    known: Mapping[Partition, TopicPartition],
+    options: Mapping[str, Any],
+    seconds: float,
+    stop: threading.Event,
+    logger: logging.Logger,
+) -> list[TopicPartition]:
+    """Return the group's positions in these partitions, when they can be believed, or at ``stop``.
+
+    A coordinator that restarts quickly may answer before it has read all positions back (Kafka 4.0 to 4.4): with none,
+    or an earlier one than is known. It is taken only if it stays the same: then an operator has set it.
+    """
+    asked = [TopicPartition(each.topic, each.partition) for each in partitions]
+    most = min(DOUBT_SECONDS, int(options.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 2000)
+    before: dict[Partition, int] = {}
+    attempts, since = 0, time.monotonic()
+    while True:
+        found = answered(consumer.committed(asked, seconds)) if asked else []
+        doubtful = {
+            at: each.offset
+            for each in found
+            if (at := (each.topic, each.partition)) in known and each.offset < known[at].offset
+        }
+        if not doubtful or stop.is_set():
+            return found
+        if doubtful != before:
+            logger.info("group %s asks again for positions that went back or are gone", options["group.id"])
+            before, attempts, since = doubtful, 0, time.monotonic()
+        elif time.monotonic() - since >= most:
+            break
+        stop.wait(jittered(doubled(attempts, 0.1, 1.0)))
+        attempts += 1
+    for (topic, partition), offset in doubtful.items():
+        now = f"at offset {offset}" if offset >= 0 else "without a position"
+        where, former = f"{topic}-{partition} {now}", known[topic, partition].offset
+        logger.warning("group %s has %s, where this process had it at %d", options["group.id"], where, former)
+    return found
 
 
 def partition_of(message: Message) -> Partition:
@@ -55,6 +102,20 @@ def moved(position: TopicPartition, offset: int, leader_epoch: int | None) -> To
         position.metadata or "",
         -1 if leader_epoch is None else leader_epoch,
     )
+
+
+def require_same_topics(ids: Mapping[str, str], known: dict[str, str], group: str) -> None:
+    """Raise InputLost if a topic has another id than was known; the ids are known from now on.
+
+    librdkafka reads a topic that was created again on from where it was in the former one.
+    """
+    former = {topic: known[topic] for topic, id_ in ids.items() if known.get(topic, id_) != id_}
+    known.update(ids)
+    for topic, id_ in former.items():
+        raise InputLost(
+            f"group {group!r}: {topic} was deleted and created again (its id was {id_}, now {ids[topic]}). What it has "
+            "before the group's positions may not have been read: see what is lost, and set the group's offsets by hand"
+        )
 
 
 def require_whole(
@@ -102,12 +163,33 @@ def _is_away(error: KafkaError) -> bool:
     return error.code() in {KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TIMED_OUT, KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001
 
 
-def first_partitions(consumer: Consumer, topic: str, seconds: float) -> int:
+def beginning(
+    consumer: Consumer, position: TopicPartition, start: str, group: str, seconds: float, logger: logging.Logger
+) -> TopicPartition:
+    """Return where a partition without a position begins. Raises InputLost if there is to be one.
+
+    With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
+    stands in the metadata of each of its positions. One that was added later is read from its beginning.
+    """
+    if start == "none":
+        raise InputLost(f"group {group!r} has no position in {position.topic}-{position.partition}")
+    first, end = consumer.get_watermark_offsets(position, seconds, cached=False)
+    if start == "earliest":
+        return TopicPartition(position.topic, position.partition, first)
+    count = _first_partitions(consumer, position.topic, seconds)
+    offset = end if position.partition < count else first
+    if offset > first:
+        skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
+        logger.warning("group %s has no position in %s", group, skipped)
+    return TopicPartition(position.topic, position.partition, offset, f"{_PARTITIONS}{count}")
+
+
+def _first_partitions(consumer: Consumer, topic: str, seconds: float) -> int:
     """Return how many partitions a topic had when the group came to it."""
     count = len(consumer.list_topics(topic, seconds).topics[topic].partitions)
     asked = [TopicPartition(topic, number) for number in range(count)]
     positions = answered(consumer.committed(asked, seconds))
     known = [position.metadata or "" for position in positions if position.offset >= 0]
-    counts = [int(text.removeprefix(PARTITIONS)) for text in known if re.fullmatch(PARTITIONS + r"\d+", text)]
+    counts = [int(text.removeprefix(_PARTITIONS)) for text in known if re.fullmatch(_PARTITIONS + r"\d+", text)]
     # Positions that other tools have set say nothing of it; but the group has been in the topic.
     return min(counts, default=0 if known else count)

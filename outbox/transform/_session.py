@@ -20,15 +20,16 @@ from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
-from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, pause
+from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, pause, topic_ids
 from outbox.transform._positions import (
-    PARTITIONS,
     answered,
+    beginning,
     behind,
-    first_partitions,
+    committed,
     moved,
     partition_of,
     place_of,
+    require_same_topics,
     require_whole,
 )
 from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed, is_refused
@@ -81,6 +82,7 @@ class Session:
         try:
             self._producer, self._firsts = Producer(dict(self._plan.producer)), self._first_records()
             self._consumer = Consumer({**self._plan.consumer, "error_cb": raising(self._certificates.hear)})
+            self._topic_ids = topic_ids(self._plan.consumer)
         except KafkaException as error:
             raise ConfigurationError(f"kafka: {error.args[0].str()}") from error
         return self
@@ -89,7 +91,11 @@ class Session:
         # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
         self._purge()
-        del self._consumer, self._producer  # they end now, although callbacks and tracebacks may keep this session
+        del (
+            self._consumer,
+            self._producer,
+            self._topic_ids,
+        )  # they end now, although callbacks and tracebacks may keep this session
 
     def _purge(self) -> None:
         # The callback of an undelivered record would keep this session and its clients.
@@ -99,6 +105,7 @@ class Session:
 
     def run(self) -> None:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""
+        self._progress.watch.unassigned(self._plan.topics)
         self._until_known(lambda: self._producer.init_transactions(_SECONDS))
         self._consumer.subscribe(
             list(self._plan.topics),
@@ -107,6 +114,8 @@ class Session:
             on_lost=raising(self._revoked),
         )
         while not self._stop.is_set():
+            ids = self._topic_ids.look(topic for topic, _ in self._committed)
+            require_same_topics(ids, self._progress.topic_ids, self._plan.group)
             self._read()
             if self._messages or self._ends:
                 self._write()
@@ -148,6 +157,7 @@ class Session:
         else:
             # librdkafka goes on by itself, as behind a connection that broke, or joins the group again.
             _logger.info("group %s: %s", self._plan.group, error.str())
+            self._progress.watch.not_joined(error.str())
 
     def _require_topics(self) -> None:
         """Raise KafkaRefused if a topic is missing, and still is after a while."""
@@ -169,48 +179,38 @@ class Session:
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._messages.clear()
-        # Here and not when partitions are taken away: behind an error the next session may get the same ones.
-        self._progress.watch.keep({(each.topic, each.partition) for each in partitions})
         self._go_to_committed(partitions)
         self._membership = consumer.consumer_group_metadata()
+        # Here and not when partitions are taken away: behind an error the next session may get the same ones.
+        self._progress.watch.assigned({(each.topic, each.partition) for each in partitions})
 
     def _revoked(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
         self._messages.clear()
         self._ends.clear()
         self._membership = None
+        self._progress.watch.unassigned(self._plan.topics)
         consumer.unassign()
 
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
-        positions = [TopicPartition(each.topic, each.partition) for each in partitions]
-        found = answered(self._consumer.committed(positions, _SECONDS)) if positions else []
-        if begun := [self._beginning(position) for position in found if position.offset < 0]:
+        plan, consumer = self._plan, self._consumer
+        found = committed(consumer, partitions, self._progress.positions, plan.consumer, _SECONDS, self._stop, _logger)
+        if self._stop.is_set():
+            return
+        if begun := [
+            beginning(consumer, position, plan.start, plan.group, _SECONDS, _logger)
+            for position in found
+            if position.offset < 0
+        ]:
             found = [position for position in found if position.offset >= 0] + begun
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
-            answered(self._consumer.commit(offsets=begun, asynchronous=False) or [])
-        self._unchecked = require_whole(self._consumer, found, self._plan.consumer, _SECONDS, _logger)
+            answered(consumer.commit(offsets=begun, asynchronous=False) or [])
+        self._unchecked = require_whole(consumer, found, plan.consumer, _SECONDS, _logger)
         self._committed = {(position.topic, position.partition): position for position in found}
+        self._progress.positions |= self._committed
         self._ends.clear()
-        self._consumer.assign(found)
-
-    def _beginning(self, position: TopicPartition) -> TopicPartition:
-        """Return where a partition without a position begins. Raises InputLost if there is to be one.
-
-        With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
-        stands in the metadata of each of its positions. One that was added later is read from its beginning.
-        """
-        if self._plan.start == "none":
-            raise InputLost(f"group {self._plan.group!r} has no position in {position.topic}-{position.partition}")
-        first, end = self._consumer.get_watermark_offsets(position, _SECONDS, cached=False)
-        if self._plan.start == "earliest":
-            return TopicPartition(position.topic, position.partition, first)
-        count = first_partitions(self._consumer, position.topic, _SECONDS)
-        offset = end if position.partition < count else first
-        if offset > first:
-            skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
-            _logger.warning("group %s has no position in %s", self._plan.group, skipped)
-        return TopicPartition(position.topic, position.partition, offset, f"{PARTITIONS}{count}")
+        consumer.assign(found)
 
     # Writing
 
@@ -247,6 +247,7 @@ class Session:
         else:
             self._aborted = 0
             self._committed |= positions
+            self._progress.positions |= positions
             self._progress.watch.moved(first)
             self._progress.messages += len(messages)
             self._progress.too_large.difference_update(map(place_of, messages))

@@ -34,7 +34,7 @@ class TransformFailed(OutboxError):
 
 
 class InputLost(OutboxError):
-    """Messages were deleted before they were read, or there is no position and ``start`` is "none"."""
+    """Messages were deleted before they were read, also with their topic; or ``start`` is "none" without a position."""
 
 
 class KafkaRefused(OutboxError):

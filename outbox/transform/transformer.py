@@ -82,6 +82,8 @@ class Transformer:
     def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:
         """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
 
+        And one without a number if the group has not told it for so long which partitions it gets.
+
         For a readiness probe, from any thread: a member that runs and has none is ready. Each one says since when, and
         why.
         """
@@ -93,7 +95,12 @@ class Transformer:
         Raises TransformFailed, InputLost or KafkaRefused; nothing of the transaction under way is committed then. And
         ConfigurationError for an option that librdkafka does not take.
         """
-        stop = stop or Stopping()
+        try:
+            self._run(stop or Stopping())
+        finally:
+            self._progress.watch.assigned(())
+
+    def _run(self, stop: threading.Event) -> None:
         failures = 0
         while not stop.is_set():
             before = self.committed
@@ -107,4 +114,5 @@ class Transformer:
                 failures = 0 if self.committed > before else failures + 1
                 _logger.warning("group %s starts a new session: %s", self._plan.group, inner.str())
                 self._progress.watch.failed(None, inner.str())
+                self._progress.watch.not_joined(inner.str())
                 pause(stop, failures)

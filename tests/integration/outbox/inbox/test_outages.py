@@ -16,6 +16,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from support import wait_until
 
 from outbox import SchemaError
+from outbox.consumer import topic_ids
 from outbox.inbox import PositionLost, Reject, TopicReplaced, _member
 
 __all__ = ["_quick", "log"]
@@ -186,7 +187,7 @@ def test_a_topic_that_was_created_again(log):
 
 
 def test_a_topic_that_is_created_again_while_it_runs(log, monkeypatch):
-    monkeypatch.setattr(_member, "_TOPIC_SECONDS", 0.1)
+    monkeypatch.setattr(topic_ids, "_SECONDS", 0.1)
     log.produce(keys(20))
     with log.consuming(kafka={"topic.metadata.refresh.interval.ms": 200}) as running:
         running.wait(lambda: log.count() >= 20, "the effects")
