@@ -122,6 +122,11 @@ _IDLE_SECONDS: Final = 10
 
 _SET: Final = "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS s(name, value)"
 
+TRANSACTION_TIMEOUT_SINCE: Final = 170_000
+"""The first version of Postgres with ``transaction_timeout``, which ends the session. A role's or a database's is meant
+for transactions that are forgotten: a relay limits its own by other means, and needs some that take long.
+"""
+
 
 def begin_session(connection: psycopg.Connection[Any], lock_seconds: float = math.inf) -> bool:
     """Set a session's limits, and allow prepared statements in it. Returns False behind a pooler.
@@ -133,6 +138,8 @@ def begin_session(connection: psycopg.Connection[Any], lock_seconds: float = mat
     """
     lock_ms = int(min(lock_seconds, _LOCK_SECONDS) * 1000)
     limits = {"lock_timeout": f"{lock_ms}ms", "statement_timeout": f"{_STATEMENT_SECONDS}s"}
+    if connection.info.server_version >= TRANSACTION_TIMEOUT_SINCE:
+        limits["transaction_timeout"] = "0"
     if isinstance(connection, PinnedConnection) and connection.pooled:
         connection.set_in_transactions({**limits, "idle_in_transaction_session_timeout": f"{_IDLE_SECONDS}s"})
         return False

@@ -24,7 +24,7 @@ from outbox._clients.encoding import UTF8
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.core.ports import DatabaseUnavailable, Unavailable
-from relay.database import NOTICE_DEAD_HOSTS
+from relay.database import NOTICE_DEAD_HOSTS, TRANSACTION_TIMEOUT_SINCE
 
 _KEEPALIVE: Final = Struct(">cQqB")
 _FEEDBACK: Final = Struct(">cQQQqB")
@@ -39,6 +39,8 @@ _SETTINGS: Final = (
     "SET search_path = pg_catalog; SET datestyle = 'ISO'; SET timezone = 'UTC'; SET bytea_output = 'hex'; "
     "SET statement_timeout = 0; SET wal_sender_timeout = '60s'"
 )
+# The server replays a transaction in one of its own, which lasts until the lanes have taken its events.
+_NO_LIMIT: Final = "SET transaction_timeout = 0"
 
 _NEEDS: Final = {
     "wal_level": "set wal_level = logical and restart the server, or use source=polling",
@@ -94,6 +96,8 @@ class Replication:
         """Whether the server has requested immediate feedback."""
         try:
             self._command(_SETTINGS)
+            if self._connection.info.server_version >= TRANSACTION_TIMEOUT_SINCE:
+                self._command(_NO_LIMIT)
         except BaseException:
             self.close()
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import psycopg
 import pytest
@@ -128,6 +128,24 @@ def test_behind_a_pooler_no_server_keeps_the_limits(outbox_postgres):
                 assert connection.execute(shown).fetchone() == ("10s2min",)
             connection.close()
             assert stranger.execute(shown).fetchone() == before == ("00",)
+
+
+@pytest.fixture
+def limited(outbox_postgres) -> None:
+    """The sessions of the database have a limit for transactions. To come before ``url``: a pooler has some open."""
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute(f"ALTER DATABASE {outbox_postgres.name} SET transaction_timeout = '5min'")
+
+
+def test_a_limit_for_all_transactions_is_not_one_for_the_relays(limited, url):
+    """It ends the session: in the middle of a statement that waits for events, or of what has to take long."""
+    shown = "SELECT current_setting('transaction_timeout')"
+    with closing(Connector(url, "test")()) as connection:
+        assert connection.execute(shown).fetchone() == ("5min",)
+        begin_session(connection)
+        assert connection.execute(shown).fetchone() == ("0",)
+        with connection.transaction():
+            assert connection.execute(shown).fetchone() == ("0",)
 
 
 def test_a_relay_that_sleeps_in_a_transaction_behind_a_pooler_lets_go_of_its_locks(outbox_postgres, monkeypatch):
