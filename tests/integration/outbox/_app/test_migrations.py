@@ -148,6 +148,12 @@ def test_a_client_that_is_stopped_keeps_no_writer_out(empty, monkeypatch):
     assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
 
 
+def test_a_limit_for_all_transactions_is_not_one_for_migrations(empty):
+    """To change a large table takes long."""
+    with db._transaction(f"{empty}?options=-ctransaction_timeout%3D5min") as connection:
+        assert connection.exec_driver_sql("SHOW transaction_timeout").scalar() == "0"
+
+
 def test_who_waits_for_another_change_waits_for_its_end_and_not_for_a_client_that_is_stopped(empty, monkeypatch):
     monkeypatch.setattr(db, "_LOCK_TIMEOUT", "100ms")
     db.upgrade(empty)
