@@ -134,6 +134,8 @@ class Supervisor:
         self._fails = False
         # Often enough to notice a new relay soon.
         self._tick_seconds = min(components.lease_seconds / 3, 1.0)
+        # How long a lane that can't be settled may hold up the others of a stream.
+        self._settle_seconds = STANDING_LEASES * components.lease_seconds
         self._beat_at = self._forget_at = self._disconnected_at = -1e9
         self._reported: frozenset[int] = frozenset()
         self._away_until = 0.0
@@ -272,8 +274,7 @@ class Supervisor:
 
     def _keep(self, table: LaneTable) -> None:
         """Record that we are alive, renew the leases, and release lanes that the worker has let go of."""
-        # The clock of leases: they are renewed as soon as a suspended machine wakes.
-        now = uptime()
+        now = uptime()  # the clock of leases: they are renewed as soon as a suspended machine wakes
         let_go = self._held.take_let_go()
         if let_go:
             # Whether a turn or the renewal has found them taken.
@@ -286,9 +287,8 @@ class Supervisor:
         elif obeyed != self._reported and not self._away:
             # A command waits for it.
             table.beat(obeyed)
-        elif any(lease.remaining_seconds < lease.ttl_seconds * 0.3 for lease in self._held.leases):
-            # Their rows were locked, as the worker does when it settles.
-            self._renew(table)
+        elif any(lease.remaining_seconds < lease.ttl_seconds * 0.3 for lease in self._held.ours):
+            self._renew(table)  # their rows were locked, as the worker does when it settles
         self._reported = obeyed
         if now - self._forget_at >= _FORGET_SECONDS:
             self._forget_at = now
@@ -308,17 +308,17 @@ class Supervisor:
         self._beat_at = now
 
     def _renew(self, table: LaneTable) -> None:
-        renewal = table.renew(self._held.leases)
+        renewal = table.renew(self._held.ours)
         lost, switched = ([lease.lane for lease in leases] for leases in (renewal.lost, renewal.switched))
         if lost:
             log.warning("lane lost", lanes=listed(lost))
-        if switched:
-            log.info("lanes go over to the other source", lanes=listed(switched))
+        if new := sorted(set(switched) - set(self._held.recalled)):
+            log.info("lanes go over to the other source", lanes=listed(new))
         self._held.recall(lost, lost=True)
-        self._held.recall(switched)
+        self._held.recall(switched, settle_seconds=self._settle_seconds)
         if (lost or switched) and self._components.all_lanes is not None:
             # The stream is read for all lanes or for none.
-            self._held.recall_all()
+            self._held.recall_all(settle_seconds=self._settle_seconds)
         self._log_expired()
 
     def _log_expired(self) -> None:
@@ -337,7 +337,7 @@ class Supervisor:
             log.info("lanes released", lanes=listed(ours))
         if self._components.all_lanes is not None:
             if self._held.leases:
-                self._held.recall_all()
+                self._held.recall_all(settle_seconds=self._settle_seconds)
             else:
                 self._components.let_go_all()
 

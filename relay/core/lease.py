@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ class HeldLanes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
-        self._recalled: set[int] = set()
+        # Until when the loop may keep them to settle what it has published, by uptime().
+        self._recalled: dict[int, float] = {}
         self._lost: set[int] = set()
         self._let_go: list[LetGo] = []
 
@@ -87,26 +89,35 @@ class HeldLanes:
         with self._lock:
             self._leases.update({lease.lane: lease for lease in leases})
             given = {lease.lane for lease in leases}
-            self._recalled -= given
+            for lane in given:
+                self._recalled.pop(lane, None)
             self._lost -= given
 
-    def recall(self, lanes: Collection[int], *, lost: bool = False) -> None:
-        """Recall lanes; the loop lets go of each after its batch in flight. ``lost``: other relays have them."""
+    def recall(self, lanes: Collection[int], *, lost: bool = False, settle_seconds: float = math.inf) -> None:
+        """Recall lanes; the loop lets go of each after its batch in flight. ``lost``: other relays have them.
+
+        What is published of a lane is settled first, unless that fails for ``settle_seconds``.
+        """
         with self._lock:
             known = self._leases.keys() & set(lanes)
-            self._recalled |= known
+            self._recall(known, settle_seconds)
             if lost:
                 self._lost |= known
 
     def recall_up_to(self, count: int) -> None:
         """Recall more lanes, until ``count`` are recalled and not let go of. No more if that many are already."""
         with self._lock:
-            left = sorted(self._leases.keys() - self._recalled)
-            self._recalled.update(left[: max(count - len(self._recalled), 0)])
+            left = sorted(self._leases.keys() - self._recalled.keys())
+            self._recall(left[: max(count - len(self._recalled), 0)], math.inf)
 
-    def recall_all(self) -> None:
+    def recall_all(self, *, settle_seconds: float = math.inf) -> None:
         with self._lock:
-            self._recalled |= self._leases.keys()
+            self._recall(self._leases, settle_seconds)
+
+    def _recall(self, lanes: Collection[int], settle_seconds: float) -> None:
+        until = uptime() + settle_seconds
+        for lane in lanes:
+            self._recalled[lane] = min(until, self._recalled.get(lane, until))
 
     def take_let_go(self) -> list[LetGo]:
         """Return the lanes that the loop has let go of since the last call."""
@@ -126,12 +137,25 @@ class HeldLanes:
         with self._lock:
             return set(self._recalled)
 
+    @property
+    def overdue(self) -> Collection[int]:
+        """Those of them that were to be let go of by now, settled or not."""
+        with self._lock:
+            now = uptime()
+            return {lane for lane, until in self._recalled.items() if until <= now}
+
+    @property
+    def ours(self) -> Sequence[Lease]:
+        """The leases of lanes that, as far as is known, no other relay has."""
+        with self._lock:
+            return [self._leases[lane] for lane in sorted(self._leases.keys() - self._lost)]
+
     def let_go(self, lease: Lease, *, clean: bool, lost: bool = False) -> None:
         """Record that the loop no longer works on the lane, unless it was given another lease of it meanwhile."""
         with self._lock:
             if self._leases.get(lease.lane) is lease:
                 del self._leases[lease.lane]
-                self._recalled.discard(lease.lane)
+                self._recalled.pop(lease.lane, None)
                 lost |= lease.lane in self._lost
                 self._lost.discard(lease.lane)
                 self._let_go.append(LetGo(lease, clean, lost))

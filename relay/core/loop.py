@@ -71,12 +71,12 @@ from relay.core.ports import (
 )
 from relay.core.reports import LoopReports
 from relay.core.turn_sizes import TurnSizes
-from relay.core.unsettled import settle_again
+from relay.core.unsettled import lanes_to_settle, pause_after_lock, settle_again
 
 # A lane that has failed for this long, while others work, no longer delays these.
 _ABSENT_SECONDS: Final = 10.0
-# A lane whose events wait for a lock to be settled delays the others: it is retried after this many times as long.
-_LOCK_WAITS: Final = 5
+# Where no session can be had for this long, recalled lanes are let go of with their events not settled.
+_SESSION_SECONDS: Final = 10.0
 
 
 class WorkerLoop:
@@ -271,29 +271,52 @@ class WorkerLoop:
                 lane.unsettled = known.unsettled
             if self._source is not None:
                 self._source.hold(lease)
-        if any(self._lanes[number].unsettled for number in self._held.recalled & self._lanes.keys()):
-            # The next holders would send these events again: before they are settled, the lanes are kept.
-            self._opened()
-        recalled = self._held.recalled & self._lanes.keys()
-        if done := [number for number in recalled if self._lanes[number].joined or not self._lanes[number].unsettled]:
-            self._let_go(done)
+        if self._let_go_of_settled():
+            self._settle_recalled()
 
-    def _opened(self) -> Source:
-        """Return the source; a new one first settles what its predecessor may not have settled."""
+    def _let_go_of_settled(self) -> set[int]:
+        """Let go of recalled lanes. Returns those that have something to settle first."""
+        recalled = self._held.recalled & self._lanes.keys()
+        left = {number for number in recalled if self._lanes[number].unsettled and not self._lanes[number].joined}
+        if done := recalled - left:
+            self._let_go(done)
+        return left
+
+    def _settle_recalled(self) -> None:
+        """Settle what the next holders would send again. Until then lanes are kept, but for those that others wait for,
+        and unless no session can be had: another relay may have one.
+        """
+        given_up = self._held.overdue
+        try:
+            self._opened()
+        except (Unavailable, SchemaError):
+            since = self.failing_since
+            if self._source is None and since is not None and time.monotonic() - since >= _SESSION_SECONDS:
+                given_up = self._held.recalled
+            if not given_up:
+                raise
+        for number in self._let_go_of_settled() & set(given_up):
+            self._drop(number, clean=False, lost=False)
+
+    def _opened(self, *, last: bool = False) -> Source:
+        """Return the source; a new one first settles what its predecessor may not have settled.
+
+        ``last``: each lane is tried once more, as there will be no other time.
+        """
         if self._source is None:
             source = self._source = self._new_source()
             for lane in self._lanes.values():
                 source.hold(lane.lease)
-        for number, lane in sorted(self._lanes.items(), key=lambda each: each[1].backoff.failed_at):
-            if not lane.unsettled or lane.joined or lane.backoff.waits or number not in self._lanes:
+        for lane in lanes_to_settle(self._lanes.values(), last=last):
+            number, began = lane.lease.lane, time.monotonic()
+            if number not in self._lanes:
                 continue
-            began = time.monotonic()
             failed = settle_again(self._source, lane)
-            if isinstance(failed.get(number), StatementCutShort):
-                # The others may wait for locks as well: one in a turn.
-                self._handle_failed(failed, _LOCK_WAITS * (time.monotonic() - began))
+            # The others may wait for locks as well: one in a turn.
+            cut_short = isinstance(failed.get(number), StatementCutShort) and not last
+            self._handle_failed(failed, pause_after_lock(lane, time.monotonic() - began) if cut_short else 0.0)
+            if cut_short:
                 break
-            self._handle_failed(failed)
         return self._source
 
     def _join(self, publisher: Publisher) -> None:
@@ -428,8 +451,9 @@ class WorkerLoop:
     # Failures
 
     def _back_off(self, error: Exception) -> None:
+        settling = self._source is not None and self.unsettled and not isinstance(error, BrokerUnavailable)
         self._close()
-        if self.unsettled and not isinstance(error, BrokerUnavailable):
+        if settling:
             # Kafka can be reached. Another relay would send again what can't be settled.
             self.failing_since = None
         elif self.failing_since is None:
@@ -470,7 +494,7 @@ class WorkerLoop:
         """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""
         try:
             if self.unsettled:
-                self._opened()
+                self._opened(last=True)
             self._let_go(list(self._lanes))
         except (Unavailable, SchemaError) as error:
             self._observer.unavailable(list(self._lanes), error, 0.0)

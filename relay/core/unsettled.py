@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Final
 
 from outbox.errors import OutboxError, SchemaError
 from relay.core.lane import Lane
 from relay.core.ports import NOTHING, Receipt, Source, StatementCutShort
+
+# A lane whose events wait for a lock to be settled delays the others: it is retried after this many times as long.
+_LOCK_WAITS: Final = 5
+
+
+def lanes_to_settle(lanes: Collection[Lane], *, last: bool) -> list[Lane]:
+    """Return the lanes that are due, those first that failed longest ago; with ``last`` also those that wait."""
+    due = [lane for lane in lanes if lane.unsettled and not lane.joined and (last or not lane.backoff.waits)]
+    return sorted(due, key=lambda lane: lane.backoff.failed_at)
+
+
+def pause_after_lock(lane: Lane, waited_seconds: float) -> float:
+    """Return for how long a lane is left alone that has waited in vain for a lock."""
+    return min(_LOCK_WAITS * waited_seconds, lane.lease.ttl_seconds)
 
 
 def settle_again(source: Source, lane: Lane) -> Mapping[int, OutboxError]:

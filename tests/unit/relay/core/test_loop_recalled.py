@@ -129,6 +129,62 @@ def test_recalled_lanes_are_kept_until_what_they_published_is_settled(fails):
     assert not any(world.table.locked.values())
 
 
+def test_lanes_are_left_to_others_when_no_session_can_be_had(clock):
+    """The control loop's session may be sound, and keep the leases: the lanes would stand still here."""
+    since = []
+
+    def lose_the_server(batches: Batches) -> Sent:
+        world.loop._new_source = refuse
+        world.table.fail_settle.append(Unavailable("database gone"))
+        return all_of({1: batches[1]})
+
+    def refuse():
+        since.append(world.loop.failing_since)
+        if len(since) == 3:
+            world.held.recall_all()
+        raise Unavailable("too many connections")
+
+    world = World({0: [1, 3, 5], 1: [2, 4, 6]}, lose_the_server)
+    take, gone = world.loop._take_and_let_go, {}
+
+    def then_look() -> None:
+        try:
+            take()
+        finally:
+            for lane, clean in world.clean().items():
+                gone[lane] = (clean, clock.monotonic() - since[1])
+            if len(gone) == 2:
+                world.stop.set()
+
+    world.loop._take_and_let_go = then_look
+    world.run()
+    assert since[:1] == [None]
+    assert None not in since[1:]
+    assert gone[0][1] < 1 < 10 <= gone[1][1] < 11
+    assert {lane: clean for lane, (clean, _) in gone.items()} == {0: False, 1: False}
+
+
+def test_a_lane_that_can_not_be_settled_holds_up_the_others_of_a_stream_for_a_while_only():
+    def recall(batches: Batches) -> Sent:
+        world.table.fail_lanes = {1: [Unavailable("a trigger")] * 5000}
+        world.held.recall_all(settle_seconds=0.0)
+        return all_of(batches)
+
+    world = World({0: [1, 3], 1: [2, 4]}, recall)
+    take, gone = world.loop._take_and_let_go, {}
+
+    def then_look() -> None:
+        take()
+        gone.update(world.clean())
+        if len(gone) == 2:
+            world.stop.set()
+
+    world.loop._take_and_let_go = then_look
+    world.run()
+    assert gone == {0: True, 1: False}
+    assert len(world.table.fail_lanes[1]) > 4900
+
+
 def test_a_worker_that_is_stopped_does_not_keep_lanes_to_settle_them():
     def recall(batches: Batches) -> Sent:
         world.held.recall([1])
