@@ -32,7 +32,7 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 | accept no messages                      |                                                                          |
 | one lane can't be taken over or settled | it alone is retried, with backoff; the others go on                      |
 | a lane is recalled, and what it has     | it is kept until that is settled: its next holder would send it again    |
-| published can't be settled              |                                                                          |
+| published can't be settled              | (three leases at most for a stream, ten seconds without a session)       |
 | a lane is paused                        | its turn in flight ends and is settled; then it is not read, and its     |
 |                                         | lease is kept. See pauses.py                                             |
 """
