@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import psycopg
-from psycopg import errors
+from psycopg import errors, sql
+from psycopg.pq import TransactionStatus
 
 from outbox._clients.credentials import password_for
 from outbox._clients.encoding import UTF8, check_encoding
@@ -62,6 +63,21 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
         raise explained from error
 
 
+def execute_again_if_left(
+    cursor: psycopg.Cursor[Any], query: sql.Composed, values: Mapping[str, Any], *, prepare: bool | None = None
+) -> None:
+    """Execute a statement; once more if its DELETE has left rows: another session may have changed them meanwhile.
+
+    Only outside of a transaction, which the error has ended.
+    """
+    try:
+        cursor.execute(query, values, prepare=prepare)
+    except psycopg.DataError as error:
+        if NOT_DELETED not in str(error) or cursor.connection.info.transaction_status != TransactionStatus.IDLE:
+            raise
+        cursor.execute(query, values, prepare=prepare)
+
+
 @contextmanager
 def one_snapshot(connection: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
     """Read everything in this block in one snapshot. A statement that takes longer than ``seconds`` is cancelled."""
@@ -90,8 +106,8 @@ def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | 
             return SchemaError(f"{text}; see `outbox db check`")
     if NOT_DELETED in text:
         return StandingError(
-            f"Postgres, {doing}: rows can't be deleted, although no statement fails: a trigger or a policy of row "
-            "security keeps them. Drop it; see `outbox db check`. Until then nothing of the lane is published"
+            f"Postgres, {doing}: rows can't be deleted, although no statement fails. If it stays, a trigger or a "
+            "policy of row security keeps them: drop it; see `outbox db check`"
         )
     if isinstance(error, errors.ReadOnlySqlTransaction) or error.diag.source_file == _RECOVERY:
         # A failover in progress, or a provider that protects a full disk.

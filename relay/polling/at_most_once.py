@@ -4,8 +4,8 @@
 |-----------------------------------------------|-------------------------------------------------------------------|
 | killed before the rows are deleted            | nothing was sent; the next holder of the lane reads them          |
 | killed after that                             | at most one batch of each lane is lost, silently                  |
-| Postgres refuses the DELETE, or a trigger or  | nothing is sent, and nothing is lost                              |
-| row security keeps the rows                   |                                                                   |
+| Postgres refuses the DELETE of a lane's rows, | nothing of that lane is sent, and nothing of it is lost; the      |
+| or a trigger or row security keeps them       | others go on                                                      |
 | the result of the DELETE is lost              | the same: the batch is not sent, and counted as lost              |
 | another session has locked the lane's row     | its rows stay, and are read again; the other lanes are sent       |
 | it sleeps between the DELETE and the sending, | what has not been given to librdkafka is not sent, and what has   |
@@ -26,14 +26,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import psycopg
 
 from outbox.errors import OutboxError, SchemaError
-from relay.core.ports import NOTHING, Claim, Fetched, Receipt, Unavailable, UnsettledBatch, kind_of
+from relay.core.ports import NOTHING, Batches, Claim, Fetched, Receipt, Unavailable, UnsettledBatch, kind_of
 from relay.database import unavailable_on_error
 from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
@@ -72,21 +72,12 @@ class AtMostOnceSource(PollingSource):
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Return the lowest events of these lanes, after deleting their rows."""
         fetched = self._without_held(super().fetch(limits))
-        for lane, claims in fetched.batches.items():
-            self.settlement.lanes[lane].pending = UnsettledBatch(claims)
-        # Set before the result arrives, which may be lost although the rows are deleted.
-        self._sent = {lane: len(claims) for lane, claims in fetched.batches.items()}
-        try:
-            failed = self.settlement.settle(list(fetched.batches))
-        except SchemaError:
-            # Refused, so the rows are still there.
-            self._sent = {}
-            raise
-        for lane in failed:
-            # Never sent: as pending rows they would be deleted with the next turn.
-            self.settlement.lanes[lane].pending = NOTHING
+        failed = self._delete(fetched.batches)
+        refused = [failed[lane] for lane in limits if isinstance(failed.get(lane), SchemaError)]
+        if refused and len(refused) == len(limits):
+            # A failure of the whole turn, and not of a lane.
+            raise refused[0]
         batches = {lane: claims for lane, claims in fetched.batches.items() if lane not in failed}
-        self._sent = {lane: len(claims) for lane, claims in batches.items()}
         return Fetched(batches, {**fetched.failed, **failed})
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
@@ -113,6 +104,39 @@ class AtMostOnceSource(PollingSource):
     def close(self) -> None:
         self._lose(self._sent)
         super().close()
+
+    def _delete(self, batches: Batches) -> dict[int, OutboxError]:
+        """Delete the rows of these batches. Returns the lanes whose rows stay, so that they must not be sent."""
+        for lane, claims in batches.items():
+            self.settlement.lanes[lane].pending = UnsettledBatch(claims)
+        # Set before the result arrives, which may be lost although the rows are deleted.
+        self._sent = {lane: len(claims) for lane, claims in batches.items()}
+        try:
+            failed = self.settlement.settle(list(batches))
+        except SchemaError:
+            # Lanes whose rows have moved are settled by another statement: before it was refused, the one for the
+            # other lanes may have been committed.
+            failed = self._delete_each([lane for lane in batches if self.settlement.lanes[lane].pending])
+        for lane in failed:
+            # Never sent: as pending rows they would be deleted with the next turn.
+            self.settlement.lanes[lane].pending = NOTHING
+            self._sent.pop(lane, None)
+        return failed
+
+    def _delete_each(self, lanes: Sequence[int]) -> dict[int, OutboxError]:
+        """Delete the rows of lanes one by one, because they can't be deleted together. Returns those that failed."""
+        failed: dict[int, OutboxError] = {}
+        counts = {lane: self._sent.pop(lane) for lane in lanes}
+        for lane in lanes:
+            # Only now, as nothing is lost of lanes whose turn has not come.
+            self._sent[lane] = counts[lane]
+            try:
+                failed |= self.settlement.settle([lane])
+            except SchemaError as error:
+                failed[lane] = error
+            if lane in failed:
+                del self._sent[lane]
+        return failed
 
     def _without_held(self, fetched: Fetched) -> Fetched:
         """Return what may be published now. The rest stays in the table; the publisher says that it is left out."""

@@ -24,8 +24,8 @@ lane, so a full socket can't delay the commit.
 | a lane's row is locked by another session   | that lane is skipped and retried; the others are settled              |
 | killed while it runs in the background, and | at-least-once only: neither turn is settled, or the first one is;     |
 | the next turn is published already          | what was not settled is published again, in order, at most a batch    |
-| rows are left by its DELETE (a trigger, row | an error undoes it, so the rows still count as not settled, in the    |
-| security)                                   | lane's row too: their lane stops, and does not publish them again     |
+| rows are left by its DELETE (a trigger, row | the statement fails as a whole: nothing is settled, and the lane      |
+| security)                                   | stops                                                                 |
 | no row of lanes is written (lease is young) | the row's lock is a change too: the commit flushes the WAL            |
 | another session has written a lane's row    | its version is not the known one: the row is looked up by the lane's  |
 |                                             | number, at once                                                       |
@@ -49,7 +49,6 @@ from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
-from psycopg.pq import TransactionStatus
 
 from outbox._clients.clock import uptime
 from outbox._clients.pipeline import pipeline
@@ -58,12 +57,11 @@ from relay.background import Background
 from relay.core.lane import listed
 from relay.core.lease import Lease
 from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, RecordMetadata, UnsettledBatch
-from relay.database import unavailable_on_error
+from relay.database import execute_again_if_left, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.statements import (
     END_IDLE,
     KEEP_TO_THE_INDEX,
-    NOT_DELETED,
     SettlingStatements,
     array,
     lease_values,
@@ -379,13 +377,7 @@ class Settlement:
         return statements.settle_by_version if sent.by_version else statements.settle, self._values(sent)
 
     def _execute(self, sent: RunningStatement, query: sql.Composed, values: dict[str, Any]) -> None:
-        """Execute the statement; once more if it has left rows, which another session may have deleted meanwhile."""
-        try:
-            sent.cursor.execute(query, values, prepare=not self._pooled)
-        except psycopg.DataError as error:
-            if NOT_DELETED not in str(error) or self._connection.info.transaction_status != TransactionStatus.IDLE:
-                raise
-            sent.cursor.execute(query, values, prepare=not self._pooled)
+        execute_again_if_left(sent.cursor, query, values, prepare=not self._pooled)
 
     def _ask(self, lanes: Collection[int]) -> list[int]:
         """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""

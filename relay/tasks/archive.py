@@ -195,8 +195,9 @@ class Retention:
         """Begin a transaction, and yield whether it has the lock."""
         with connection.transaction():
             row = connection.execute(lock, (self._lock,)).fetchone()
-            # Creating and dropping take locks that block every archiving relay: give up soon.
-            connection.execute("SET LOCAL lock_timeout = '2s'")
+            # Creating and dropping take locks that block every archiving relay, also while they wait behind a dump:
+            # give up before a relay does, which waits a tenth of its lease.
+            connection.execute("SET LOCAL lock_timeout = '500ms'")
             connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
             yield bool(row and row[0])
 

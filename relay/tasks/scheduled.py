@@ -19,7 +19,8 @@ moves; one at a time, by an advisory lock, because two could give later events l
 | two relays look at the same time            | one has the lock; the other moves nothing, and looks again             |
 | an event is cancelled at the same moment    | the first to lock the row wins. A locked row is skipped, and moved by  |
 |                                             | a later look                                                           |
-| … or gets another time                      | the same: it is moved, or waits for that time                          |
+| … or gets another time                      | the same: it is moved, or waits for that time. A move that locks a     |
+|                                             | version of the row which its DELETE does not see is tried once more    |
 | the transaction that schedules commits late | the event is moved then                                                |
 | no relay runs                               | they wait; `outbox status` and `outbox doctor` name them               |
 | the database's clock goes back              | what is moved stays moved; the rest waits for its time                 |
@@ -37,7 +38,7 @@ import psycopg
 import structlog
 from psycopg import sql
 
-from relay.database import begin_session, unavailable_on_error
+from relay.database import begin_session, execute_again_if_left, unavailable_on_error
 from relay.settle.statements import names_of
 
 log = structlog.get_logger("relay")
@@ -168,6 +169,8 @@ class ScheduledEvents:
         return total
 
     def _one(self, connection: psycopg.Connection[Any], query: sql.Composed, **values: Any) -> Any:
-        row = connection.execute(query, values).fetchone()
+        cursor = connection.cursor()
+        execute_again_if_left(cursor, query, values)
+        row = cursor.fetchone()
         assert row is not None
         return row

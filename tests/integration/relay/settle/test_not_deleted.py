@@ -8,16 +8,24 @@ from collections.abc import Sequence
 import psycopg
 import pytest
 from failing_lane import Lane, lane, turn
+from polling_support import add, table
 from rows_and_roles import KEEP
 from support import wait_until
 from takeover_support import LANES, place
 
 from outbox import Event, Outbox
-from relay.core.ports import Completed, Receipt, StandingError, UnsettledBatch
+from outbox._app.settings import FailureSettings
+from relay.core.ports import Completed, DatabaseUnavailable, Receipt, StandingError, UnsettledBatch
 from relay.database import Connector
+from relay.kafka.routing import Router
+from relay.polling.at_most_once import AtMostOnceSource
+from relay.settle.retries import Failures
+from relay.tasks import scheduled as scheduled_module
 from relay.tasks.scheduled import NextDue, ScheduledEvents
 
 __all__ = ["lane", "place"]
+
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
 def left(lane: Lane) -> Sequence[str]:
@@ -80,6 +88,92 @@ def test_at_most_once_sends_nothing_that_a_trigger_keeps(lane):
     assert (lane.lost, left(lane)) == ([], ["a1"])
 
 
+@pytest.fixture
+def once(outbox_postgres):
+    """A source of four lanes at-most-once with an event in each; ``lost`` has what it counts as lost."""
+    lost: list[tuple[int, int]] = []
+    source = AtMostOnceSource(
+        Connector(outbox_postgres.url, "test"),
+        "outbox",
+        Failures("outbox", FailureSettings(), Router()),
+        on_lost=lambda *what: lost.append(what),
+    )
+    for lease in table(outbox_postgres, "me", 600.0).acquire(4):
+        source.hold(lease)
+    add(outbox_postgres, *(f"k{n}" for n in range(400)))
+    yield source, lost
+    source.close()
+
+
+ALL = dict.fromkeys(range(4), 1000)
+KEEP_LANE = KEEP("events").replace("RETURN NULL", "RETURN CASE WHEN old.lane <> 1 THEN old END")
+
+
+def given_out(source: AtMostOnceSource) -> list[int]:
+    """Return the lanes of one turn, all of it sent."""
+    fetched = source.fetch(ALL)
+    source.settle({lane: Receipt(UnsettledBatch(claims)) for lane, claims in fetched.batches.items()})
+    return sorted(fetched.batches)
+
+
+def test_at_most_once_a_trigger_that_keeps_rows_of_one_lane_stops_no_other(outbox_postgres, once):
+    source, lost = once
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute(KEEP_LANE)
+        kept = admin.execute("SELECT count(*) FROM outbox.events WHERE lane = 1").fetchone()
+        fetched = source.fetch(ALL)
+        assert {lane: type(error) for lane, error in fetched.failed.items()} == {1: StandingError}
+        source.settle({lane: Receipt(UnsettledBatch(claims)) for lane, claims in fetched.batches.items()})
+        assert sorted(fetched.batches) == [0, 2, 3]
+        assert admin.execute("SELECT count(*) FROM outbox.events").fetchone() == kept
+        admin.execute("DROP FUNCTION outbox.keep CASCADE")
+    assert (given_out(source), lost) == ([1], [])
+
+
+def test_at_most_once_a_trigger_that_keeps_the_rows_of_all_lanes_fails_the_turn(outbox_postgres, once):
+    source, lost = once
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute(KEEP("events"))
+        with pytest.raises(StandingError, match="rows can't be deleted"):
+            source.fetch(ALL)
+        assert admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (400,)
+    source.close()
+    assert lost == []
+
+
+def test_at_most_once_what_a_statement_before_the_refused_one_has_deleted_is_sent(outbox_postgres, once):
+    """The row of lane 1 has moved, so another statement than that of the others settles it."""
+    source, lost = once
+    assert given_out(source) == [0, 1, 2, 3]
+    add(outbox_postgres, *(f"k{n}" for n in range(400)))
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute(KEEP_LANE)
+        admin.execute("UPDATE outbox.lanes SET lease_until = lease_until + interval '1 s' WHERE lane = 1")
+        assert given_out(source) == [0, 2, 3]
+        assert admin.execute("SELECT DISTINCT lane FROM outbox.events").fetchall() == [(1,)]
+    assert lost == []
+
+
+def test_at_most_once_what_is_deleted_when_postgres_goes_away_is_counted_as_lost(outbox_postgres, once, monkeypatch):
+    """Lane 1 is refused, and lane 3 is not asked for any more: nothing of them is lost."""
+    source, lost = once
+    settle = source.settlement.settle
+
+    def until_lane_2(lanes):
+        if list(lanes) == [2]:
+            raise DatabaseUnavailable("away")
+        return settle(lanes)
+
+    monkeypatch.setattr(source.settlement, "settle", until_lane_2)
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute(KEEP_LANE)
+        in_lanes = dict(admin.execute("SELECT lane::int, count(*) FROM outbox.events GROUP BY 1").fetchall())
+        with pytest.raises(DatabaseUnavailable):
+            source.fetch(ALL)
+    source.close()
+    assert sorted(lost) == [(0, in_lanes[0]), (2, in_lanes[2])]
+
+
 def test_exactly_once_a_trigger_that_keeps_rows_repeats_none(place):
     place.add(30)
     former = place.joined("a")
@@ -110,10 +204,7 @@ def test_a_row_that_another_session_deletes_at_the_same_moment_stops_nothing(lan
         other.execute("DELETE FROM outbox.events WHERE event_type = 'a1'")
         settling = threading.Thread(target=source.flush)
         settling.start()
-        waiting = (
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        )
-        wait_until(lambda: lane.rows(waiting) == [(1,)], what="the statement to wait for the row")
+        wait_until(lambda: lane.rows(WAITING) == [(1,)], what="the statement to wait for the row")
         other.commit()
         settling.join()
     assert left(lane) == []
@@ -138,3 +229,35 @@ def test_scheduled_events_that_a_trigger_keeps_are_reported(lane):
     scheduled.look()
     scheduled.close()
     assert (left(lane), lane.rows("SELECT event_type FROM outbox.scheduled")) == (["a1"], [])
+
+
+def test_an_event_that_gets_another_time_that_is_due_while_it_is_moved_stops_nothing(lane, monkeypatch):
+    """The move waits after its snapshot is taken, so it locks a version of the row that its DELETE does not see."""
+    waiting = scheduled_module._MOVE.replace("SELECT pg_try", "SELECT pg_advisory_xact_lock(7) IS NOT NULL AND pg_try")
+    assert waiting != scheduled_module._MOVE
+    monkeypatch.setattr(scheduled_module, "_MOVE", waiting)
+    with psycopg.connect(lane.database.url) as connection:
+        ((now,),) = connection.execute("SELECT now()").fetchall()
+        Outbox().add(connection, Event("Order", "a", "a1"), not_before=now)
+        event_id = Outbox().add(connection, Event("Order", "b", "b1"), not_before=now)
+    due = NextDue()
+    due.set(0.0)
+    failed: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            scheduled.look()
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    scheduled = ScheduledEvents(Connector(lane.database.url, "test"), "outbox", due)
+    looking = threading.Thread(target=look)
+    with lane.database.connect() as other:
+        other.execute("SELECT pg_advisory_xact_lock(7)")
+        looking.start()
+        wait_until(lambda: lane.rows(WAITING) == [(1,)], what="the move to wait")
+        with psycopg.connect(lane.database.url) as connection:
+            assert Outbox().reschedule(connection, event_id, not_before=now)
+    looking.join()
+    scheduled.close()
+    assert (failed, left(lane)) == ([], ["a1", "b1"])
