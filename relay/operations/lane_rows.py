@@ -20,6 +20,7 @@ from relay.core.marker import Marker
 from relay.core.ports import Claim
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
+from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.routing import NoRoute, Router
 from relay.operations.holding import LEASE_SECONDS, taken
 from relay.operations.topic_scan import TopicRecord, committed_since
@@ -168,8 +169,7 @@ class LaneRows:
         self._names = {**names, "kept": sql.SQL(KEPT if archive else "").format(**names)}
         self._router = router
         self._client = client_options
-        admin = KafkaAdmin(client_options)
-        self._may_compact = cache(lambda topic: admin.compacted([topic]))
+        self._may_compact = cache(KafkaAdmin(client_options).may_compact)
 
     def count(self, lanes: Collection[int]) -> dict[int, int]:
         return dict(self.run(_COUNT, (list(lanes),), "counting events"))
@@ -220,12 +220,16 @@ class LaneRows:
             self.run(_SUPERSEDE, values, "looking for what compaction may have deleted")
 
     def compacted(self, types: Collection[str]) -> dict[str, str]:
-        """Return the topics of aggregate types, by type, of those that Kafka may compact."""
+        """Return the topics of aggregate types, by type, of those that Kafka may compact.
+
+        Raises Unavailable when Kafka does not answer: what is not on Kafka is settled only if compaction explains it.
+        """
         topics = {}
         for aggregate_type in types:
             with suppress(NoRoute):
                 topics[aggregate_type] = self._router.topic_of(aggregate_type, copy=False)
-        return {aggregate_type: topic for aggregate_type, topic in topics.items() if self._may_compact(topic)}
+        with unavailable_on_kafka_error("reading cleanup.policy of topics"):
+            return {aggregate_type: topic for aggregate_type, topic in topics.items() if self._may_compact(topic)}
 
     def found(self) -> dict[int, int]:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))

@@ -118,7 +118,7 @@ SELECT r.lane, r.id, r.event_id::text, NOT {there} AS superseded,
        {there} OR r.until IS NOT NULL AND r.mark = '' AND EXISTS (
            SELECT FROM unnest(%(types)s::text[], %(topics)s::text[]) AS c(aggregate_type, topic)
              JOIN pg_temp.outbox_recover AS s USING (topic)
-            WHERE c.aggregate_type = r.aggregate_type AND s.key = r.aggregate_id AND NOT s.copy
+            WHERE c.aggregate_type = r.aggregate_type AND s.key = r.aggregate_id AND s.ours AND NOT s.copy
               AND s.at > r.until + interval '1 minute') AS found
   FROM (SELECT {lane} AS lane, id, event_id, aggregate_type, aggregate_id, {until} AS until,
                coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '') AS mark,
