@@ -93,6 +93,10 @@ _FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found
 
 _FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id"
 
+_SUPERSEDED: Final = """
+SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
+ WHERE superseded GROUP BY lane ORDER BY lane"""
+
 # LIMIT prevents the planner from reversing the join; see settle/statements.py.
 _SETTLE: Final = """
 WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
@@ -134,7 +138,7 @@ class LaneComparison:
     """The state of one lane in table, marker and topics.
 
     ``problem`` is why a relay would stop on it, or None. ``rows`` are in the outbox; of those, ``found`` are on Kafka
-    already, or superseded there (looked up only if there is a problem).
+    already, or superseded there (looked up only if there is a problem). ``superseded`` are the latter's event ids.
     """
 
     lane: int
@@ -143,6 +147,7 @@ class LaneComparison:
     problem: str | None
     rows: int
     found: int = 0
+    superseded: Sequence[str] = ()
 
     @property
     def next_batch(self) -> int:
@@ -235,8 +240,12 @@ class LaneRows:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
 
     def found_ids(self, lane: int) -> list[str]:
-        """Return the event ids of a lane's listed rows that are on Kafka."""
+        """Return the event ids of a lane's listed rows that are on Kafka, or superseded there."""
         return [event_id for (event_id,) in self.run(_FOUND_IDS, (lane,), "reading what is found")]
+
+    def superseded(self) -> dict[int, list[str]]:
+        """Return the event ids of the listed rows that are superseded, by lane."""
+        return dict(self.run(_SUPERSEDED, (), "reading what is superseded"))
 
     def held(self, seen: Sequence[TopicRecord]) -> dict[str, int]:
         """Return the event ids of those records that have a listed row, each with the row's lane."""

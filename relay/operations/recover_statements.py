@@ -40,7 +40,9 @@ SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s
    AND NOT EXISTS (SELECT FROM {scheduled} AS w WHERE w.event_id = s.event_id)
    AND NOT EXISTS (SELECT FROM {published} AS p WHERE p.event_id = s.event_id)
    AND s.event_id::text NOT IN (
-       SELECT jsonb_array_elements_text(details -> 'event_ids_on_kafka') FROM {audit}
+       SELECT jsonb_array_elements_text(
+                  coalesce(details -> 'event_ids_on_kafka', '[]') || coalesce(details -> 'superseded', '[]'))
+         FROM {audit}
         WHERE what IN ('reconcile settles', 'recover settles'))
  ORDER BY s.event_id, s.at"""
 
@@ -95,8 +97,6 @@ EXISTS (SELECT FROM pg_temp.outbox_recover AS s
 FOUND: Final = """
 SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
  WHERE found GROUP BY lane ORDER BY lane"""
-
-SUPERSEDED: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE superseded ORDER BY id"
 
 MARK_FOUND: Final = "UPDATE pg_temp.outbox_reconcile AS r SET found = true WHERE NOT found AND {there}"
 

@@ -137,9 +137,23 @@ def test_a_lane_without_its_marker_settles_what_later_events_of_its_key_supersed
     compacted.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
     state = json.loads(compacted.reconcile().stdout)["lanes"][1]
     assert (state["rows"], state["found"]) == (6, 3)
+    [superseded] = state["superseded"]
+    said = compacted.command("relay", "reconcile").stdout
+    assert "2 of them are on Kafka already, and 1 are superseded" in said
+    assert f"    {superseded}\n" in said
     done = compacted.reconcile("--apply", "--reason", "restored")
     assert done.returncode == 0, done.stderr
     assert {row[1] for row in compacted.rows(1)} == kept
+    settled = {row[1] for row in rows} - kept
+    assert superseded in settled
+    assert json.loads(done.stdout)["repaired"][0]["superseded"] == [superseded]
+    audited = "SELECT details -> 'event_ids_on_kafka', details -> 'superseded' FROM outbox.audit WHERE what LIKE"
+    [(there, apart)] = compacted.run(audited + " '%% settles'")
+    assert (set(there), apart) == (settled - {superseded}, [superseded])
+    # Without an archive the audit alone shows that neither is lost, if a record of either id is there after all.
+    compacted.send(superseded)
+    found = compacted.recover("--dry-run", archive=False)
+    assert (found["lost"], found["unsure"]) == ([], [])
 
 
 def test_nothing_is_settled_as_superseded_while_kafka_does_not_say_what_it_compacts(outbox_postgres, mortal_network):
