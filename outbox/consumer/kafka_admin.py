@@ -235,9 +235,23 @@ class KafkaAdmin:
     def compacted(self, topics: Iterable[str]) -> bool:
         """Return whether Kafka may compact one of the topics. True too if the client has no right to read that."""
         try:
-            return any("compact" in str(one["cleanup.policy"].value) for one in self._configurations(topics))
+            return self._compacted(topics)
         except KafkaException:
             return True
+
+    def may_compact(self, topic: str) -> bool:
+        """Do the same for a topic, of which nothing is compacted if it is not there.
+
+        Raises KafkaException when Kafka does not answer.
+        """
+        try:
+            return self._compacted([topic])
+        except KafkaException as error:
+            if _code(error) == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                return False
+            if is_refusal(error.args[0]):
+                return True
+            raise
 
     def retention_seconds(self, topic: str) -> float | None:
         """Return the age from which on Kafka deletes a topic's messages; infinity if it never does.
@@ -265,6 +279,9 @@ class KafkaAdmin:
         return (
             int(found["delete.retention.ms"].value) / 1000 if "compact" in str(found["cleanup.policy"].value) else None
         )
+
+    def _compacted(self, topics: Iterable[str]) -> bool:
+        return any("compact" in str(one["cleanup.policy"].value) for one in self._configurations(topics))
 
     def _configurations(self, topics: Iterable[str]) -> list[Mapping[str, Any]]:
         wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from relay.config import Settings
     from relay.operations.lane_rows import LaneComparison
     from relay.operations.reconcile import Findings
+
+_SHOWN: Final = 5
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -163,10 +165,12 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
             f"in the outbox: {state.problem or 'consistent'}"
         )
         if state.problem is not None and not apply:
+            also = f", and {len(state.superseded)} are superseded" if state.superseded else ""
             say(
-                f"  {state.found} of them are on Kafka already: settle these, write a new marker, and continue with "
-                f"batch {state.next_batch + 1}"
+                f"  {state.found - len(state.superseded)} of them are on Kafka already{also}: settle these, write a "
+                f"new marker, and continue with batch {state.next_batch + 1}"
             )
+            _print_superseded(state)
     for part in findings.hanging:
         say(
             f"{part.topic} partition {part.partition}: read_committed readers wait at offset {part.stable} for "
@@ -183,8 +187,19 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
             say(f"  aborting it would lose the others; it is left alone. {part.way_out}")
     for state in repaired:
         say(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
+        _print_superseded(state)
     if (findings.problems or findings.hanging) and not apply:
         say("Nothing was changed. To apply: outbox relay reconcile --apply --reason '…'")
+
+
+def _print_superseded(state: LaneComparison) -> None:
+    if state.superseded:
+        say(
+            f"  {len(state.superseded)} are not on Kafka, and later events of their keys are, in topics that may be "
+            "compacted; whether they ever were there is not known:"
+        )
+    for event_id in state.superseded[:_SHOWN]:
+        say(f"    {event_id}")
 
 
 @app.command()

@@ -20,6 +20,7 @@ from relay.core.marker import Marker
 from relay.core.ports import Claim
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
+from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.routing import NoRoute, Router
 from relay.operations.holding import LEASE_SECONDS, taken
 from relay.operations.topic_scan import TopicRecord, committed_since
@@ -92,6 +93,10 @@ _FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found
 
 _FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id"
 
+_SUPERSEDED: Final = """
+SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
+ WHERE superseded GROUP BY lane ORDER BY lane"""
+
 # LIMIT prevents the planner from reversing the join; see settle/statements.py.
 _SETTLE: Final = """
 WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
@@ -133,7 +138,7 @@ class LaneComparison:
     """The state of one lane in table, marker and topics.
 
     ``problem`` is why a relay would stop on it, or None. ``rows`` are in the outbox; of those, ``found`` are on Kafka
-    already, or superseded there (looked up only if there is a problem).
+    already, or superseded there (looked up only if there is a problem). ``superseded`` are the latter's event ids.
     """
 
     lane: int
@@ -142,6 +147,7 @@ class LaneComparison:
     problem: str | None
     rows: int
     found: int = 0
+    superseded: Sequence[str] = ()
 
     @property
     def next_batch(self) -> int:
@@ -168,8 +174,7 @@ class LaneRows:
         self._names = {**names, "kept": sql.SQL(KEPT if archive else "").format(**names)}
         self._router = router
         self._client = client_options
-        admin = KafkaAdmin(client_options)
-        self._may_compact = cache(lambda topic: admin.compacted([topic]))
+        self._may_compact = cache(KafkaAdmin(client_options).may_compact)
 
     def count(self, lanes: Collection[int]) -> dict[int, int]:
         return dict(self.run(_COUNT, (list(lanes),), "counting events"))
@@ -220,19 +225,27 @@ class LaneRows:
             self.run(_SUPERSEDE, values, "looking for what compaction may have deleted")
 
     def compacted(self, types: Collection[str]) -> dict[str, str]:
-        """Return the topics of aggregate types, by type, of those that Kafka may compact."""
+        """Return the topics of aggregate types, by type, of those that Kafka may compact.
+
+        Raises Unavailable when Kafka does not answer: what is not on Kafka is settled only if compaction explains it.
+        """
         topics = {}
         for aggregate_type in types:
             with suppress(NoRoute):
                 topics[aggregate_type] = self._router.topic_of(aggregate_type, copy=False)
-        return {aggregate_type: topic for aggregate_type, topic in topics.items() if self._may_compact(topic)}
+        with unavailable_on_kafka_error("reading cleanup.policy of topics"):
+            return {aggregate_type: topic for aggregate_type, topic in topics.items() if self._may_compact(topic)}
 
     def found(self) -> dict[int, int]:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
 
     def found_ids(self, lane: int) -> list[str]:
-        """Return the event ids of a lane's listed rows that are on Kafka."""
+        """Return the event ids of a lane's listed rows that are on Kafka, or superseded there."""
         return [event_id for (event_id,) in self.run(_FOUND_IDS, (lane,), "reading what is found")]
+
+    def superseded(self) -> dict[int, list[str]]:
+        """Return the event ids of the listed rows that are superseded, by lane."""
+        return dict(self.run(_SUPERSEDED, (), "reading what is superseded"))
 
     def held(self, seen: Sequence[TopicRecord]) -> dict[str, int]:
         """Return the event ids of those records that have a listed row, each with the row's lane."""

@@ -151,8 +151,9 @@ class Reconciler:
             self._rows.search(
                 {topic: since for topic, since in self._rows.topics(broken).items() if topic not in stuck}
             )
+            superseded = self._rows.superseded()
             for lane, count in self._rows.found().items():
-                states[lane] = replace(states[lane], found=count)
+                states[lane] = replace(states[lane], found=count, superseded=superseded.get(lane, ()))
         return Findings(list(states.values()), hanging)
 
     def former_markers(self, lanes: int) -> dict[int, Marker]:
@@ -223,7 +224,7 @@ class Reconciler:
             return []
         self._find(list(holding.epochs))
         failpoint("reconcile.searched")
-        found = self._rows.found()
+        found, superseded = self._rows.found(), self._rows.superseded()
         self._audit_found(found, reason)
         for lane in broken:
             self._rows.settle(lane, holding.values([lane]))
@@ -243,7 +244,15 @@ class Reconciler:
         for lane, marker in fresh.items():
             self._release(holding, lane, marker)
         return [
-            LaneComparison(lane, marker.batch, marker.batch, None, rows.get(lane, 0), found.get(lane, 0))
+            LaneComparison(
+                lane,
+                marker.batch,
+                marker.batch,
+                None,
+                rows.get(lane, 0),
+                found.get(lane, 0),
+                superseded.get(lane, ()),
+            )
             for lane, marker in fresh.items()
         ]
 
@@ -462,17 +471,26 @@ class Reconciler:
     def _audit_found(self, found: Collection[int], reason: str) -> None:
         """Record what will be settled, for each lane."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
+            superseded = self._rows.superseded()
             for lane in sorted(found):
-                self._note_settled("reconcile settles", reason, self._rows.found_ids(lane), {"lane": lane})
+                ids = self._rows.found_ids(lane)
+                self._note_settled("reconcile settles", reason, ids, superseded.get(lane, ()), {"lane": lane})
 
-    def _note_settled(self, what: str, reason: str, ids: Sequence[str], details: Mapping[str, object]) -> None:
-        """Record the ids of events that will be settled, in parts.
+    def _note_settled(
+        self, what: str, reason: str, ids: Sequence[str], superseded: Collection[str], details: Mapping[str, object]
+    ) -> None:
+        """Record the ids of events that will be settled, in parts, and apart from the others those that are superseded.
 
         All of them: without an archive, nothing else shows ``outbox recover`` that they are no loss.
         """
+        apart = set(superseded)
         for start in range(0, len(ids), _AUDIT_IDS):
             part = ids[start : start + _AUDIT_IDS]
-            self._note(what, reason, {**details, "settled": len(part), "event_ids_on_kafka": part})
+            ids_of = {
+                "event_ids_on_kafka": [event_id for event_id in part if event_id not in apart],
+                "superseded": [event_id for event_id in part if event_id in apart],
+            }
+            self._note(what, reason, {**details, "settled": len(part), **ids_of})
 
     def _note(self, what: str, reason: str, details: Mapping[str, object]) -> None:
         note(self._connection, self._names, what, reason, details)

@@ -38,6 +38,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any, Final, LiteralString, NamedTuple
 
 from psycopg import sql
@@ -214,7 +215,7 @@ class Recovery(Reconciler):
             [place for place, sure in places if not sure],
             dict(compared(statements.FOUND)),
             [event_id for (event_id,) in compared(statements.CHANGED)],
-            [*(event_id for (event_id,) in compared(statements.SUPERSEDED)), *superseded],
+            [*chain.from_iterable(self._rows.superseded().values()), *superseded],
             scheduled,
             dead,
             missing,
@@ -255,7 +256,7 @@ class Recovery(Reconciler):
             resent = self._resend(found, topics) if resend else 0
             self._note("recover", reason, details | {"resent": resent})
             standing = [row.event_id for row in (*found.scheduled, *found.dead)]
-            self._note_settled("recover settles", reason, standing, {})
+            self._note_settled("recover settles", reason, standing, found.superseded, {})
         if any(state.last_batch is not None or state.marker_batch is not None for state in found.lanes):
             self.repair(Findings(broken, []), reason)
         else:

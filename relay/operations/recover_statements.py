@@ -40,7 +40,9 @@ SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s
    AND NOT EXISTS (SELECT FROM {scheduled} AS w WHERE w.event_id = s.event_id)
    AND NOT EXISTS (SELECT FROM {published} AS p WHERE p.event_id = s.event_id)
    AND s.event_id::text NOT IN (
-       SELECT jsonb_array_elements_text(details -> 'event_ids_on_kafka') FROM {audit}
+       SELECT jsonb_array_elements_text(
+                  coalesce(details -> 'event_ids_on_kafka', '[]') || coalesce(details -> 'superseded', '[]'))
+         FROM {audit}
         WHERE what IN ('reconcile settles', 'recover settles'))
  ORDER BY s.event_id, s.at"""
 
@@ -96,8 +98,6 @@ FOUND: Final = """
 SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
  WHERE found GROUP BY lane ORDER BY lane"""
 
-SUPERSEDED: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE superseded ORDER BY id"
-
 MARK_FOUND: Final = "UPDATE pg_temp.outbox_reconcile AS r SET found = true WHERE NOT found AND {there}"
 
 CHANGED: Final = """
@@ -118,7 +118,7 @@ SELECT r.lane, r.id, r.event_id::text, NOT {there} AS superseded,
        {there} OR r.until IS NOT NULL AND r.mark = '' AND EXISTS (
            SELECT FROM unnest(%(types)s::text[], %(topics)s::text[]) AS c(aggregate_type, topic)
              JOIN pg_temp.outbox_recover AS s USING (topic)
-            WHERE c.aggregate_type = r.aggregate_type AND s.key = r.aggregate_id AND NOT s.copy
+            WHERE c.aggregate_type = r.aggregate_type AND s.key = r.aggregate_id AND s.ours AND NOT s.copy
               AND s.at > r.until + interval '1 minute') AS found
   FROM (SELECT {lane} AS lane, id, event_id, aggregate_type, aggregate_id, {until} AS until,
                coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '') AS mark,

@@ -10,9 +10,12 @@ from collections.abc import Mapping
 
 import pytest
 from confluent_kafka import Producer
-from reconcile_support import outbox
+from kafka_proxy import DESCRIBE_CONFIGS, drop_request
+from reconcile_support import Outbox, outbox
 from recover_support import ARCHIVE, Restored, ids, new_id, restored
 from support import ends, wait_until
+
+from outbox.testing.fixtures import Topics
 
 __all__ = ["outbox", "restored"]
 
@@ -134,6 +137,55 @@ def test_a_lane_without_its_marker_settles_what_later_events_of_its_key_supersed
     compacted.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
     state = json.loads(compacted.reconcile().stdout)["lanes"][1]
     assert (state["rows"], state["found"]) == (6, 3)
+    [superseded] = state["superseded"]
+    said = compacted.command("relay", "reconcile").stdout
+    assert "2 of them are on Kafka already, and 1 are superseded" in said
+    assert f"    {superseded}\n" in said
     done = compacted.reconcile("--apply", "--reason", "restored")
     assert done.returncode == 0, done.stderr
     assert {row[1] for row in compacted.rows(1)} == kept
+    settled = {row[1] for row in rows} - kept
+    assert superseded in settled
+    assert json.loads(done.stdout)["repaired"][0]["superseded"] == [superseded]
+    audited = "SELECT details -> 'event_ids_on_kafka', details -> 'superseded' FROM outbox.audit WHERE what LIKE"
+    [(there, apart)] = compacted.run(audited + " '%% settles'")
+    assert (set(there), apart) == (settled - {superseded}, [superseded])
+    # Without an archive the audit alone shows that neither is lost, if a record of either id is there after all.
+    compacted.send(superseded)
+    found = compacted.recover("--dry-run", archive=False)
+    assert (found["lost"], found["unsure"]) == ([], [])
+
+
+def test_nothing_is_settled_as_superseded_while_kafka_does_not_say_what_it_compacts(outbox_postgres, mortal_network):
+    """Of a topic that keeps all, and of one that does not exist."""
+    outbox = Outbox(outbox_postgres, Topics(f"127.0.0.1:{mortal_network[1].port}"), 2)
+    outbox.add(0, outbox.keys(0)[1], 2)
+    first, last = outbox.rows(1)
+    outbox.publish([last])
+    outbox.kinds.append(outbox.kafka.name("Nowhere"))
+    outbox.add(2, outbox.keys(2)[1], 1)
+    rows = outbox.rows(1)
+    outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
+    # The first request is about the state topic.
+    mortal_network[1].on(DESCRIBE_CONFIGS, drop_request, times=100, skip=1)
+    done = outbox.reconcile("--apply", "--reason", "restored")
+    assert done.returncode == 1, done.stdout
+    assert "reading cleanup.policy" in done.stderr
+    assert outbox.rows(1) == rows
+    mortal_network[1].clear()
+    done = outbox.reconcile("--apply", "--reason", "restored")
+    assert done.returncode == 0, done.stderr
+    assert outbox.rows(1) == [first, rows[2]]
+
+
+def test_a_record_of_another_outbox_supersedes_nothing(compacted):
+    past = "now() - interval '1 hour'"
+    compacted.put("scheduled", planned := new_id(), ", not_before", f", {past}")
+    letter(compacted, blocking := new_id(), -20, blocks=True)
+    compacted.send(new_id(), headers=[("ce_source", "another")])
+    found = compacted.recover("--reason", "restored")
+    assert (found["scheduled"], found["dead_letters"], found["superseded"]) == ([], [], [])
+    assert compacted.run("SELECT event_id::text FROM outbox.scheduled") == [(planned,)]
+    assert compacted.run("SELECT event_id::text FROM outbox.dead_letters") == [(blocking,)]
+    compacted.send(new_id())
+    assert set(compacted.recover("--dry-run", status=1)["superseded"]) == {planned, blocking}
