@@ -37,7 +37,7 @@ def seen(stalled: Stalled, proxy: KafkaProxy, topic: str) -> None:
     """Look at a member whose request to join is held back, and let it go."""
     wait_until(lambda: held(proxy), 60, "its request to join")
     # It may have a partition to give back first.
-    wait_until(lambda: [(one.topic, one.partition) for one in stalled()] == [(topic, None)], 60, "what a probe is told")
+    wait_until(lambda: [(one.topic, one.partition) for one in stalled()] == [(topic, None)], 60, "what a probe sees")
     proxy.release()
     wait_until(lambda: stalled() == [], 60, "its assignment")
 

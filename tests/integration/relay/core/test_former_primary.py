@@ -87,13 +87,13 @@ def test_a_session_stays_on_its_server_while_a_new_one_finds_that_a_standby_or_n
     primary = private_postgres({"wal_level": "replica"})
     database = private_postgres.database(primary)
     address = urlsplit(database.url)
-    (nobody,) = free_ports(1)
+    (unused,) = free_ports(1)
     with Standby(primary) as standby, TcpProxy("127.0.0.1", primary.port) as name:
         connect = RelayConnector(database.url.replace(f"{address.hostname}:{address.port}", name.address), "test")
         with connect() as kept:
             later()
             connect.look()
-            for port in (standby.port, nobody):
+            for port in (standby.port, unused):
                 name.lead_to(port)
                 later()
                 with pytest.raises(DatabaseUnavailable):

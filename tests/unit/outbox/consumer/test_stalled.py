@@ -1,4 +1,4 @@
-"""What a probe is told of a member without an assignment. With one: tests/integration/outbox/inbox."""
+"""What a probe sees of a member without an assignment. With one: tests/integration/outbox/inbox."""
 
 from __future__ import annotations
 

@@ -95,6 +95,21 @@ def test_a_lane_that_is_recalled_while_a_server_is_away_is_settled_before_it_is_
     assert world.let_go() == {0: (True, False), 1: (False, lost)}
 
 
+def run_until_both_are_let_go(world: World) -> dict[int, bool]:
+    """Return for each of the two lanes whether it was let go clean, as its loop says before it is stopped."""
+    take, gone = world.loop._take_and_let_go, {}
+
+    def then_look() -> None:
+        take()
+        gone.update(world.clean())
+        if len(gone) == 2:
+            world.stop.set()
+
+    world.loop._take_and_let_go = then_look
+    world.run()
+    return gone
+
+
 @pytest.mark.parametrize("fails", ["all lanes", "one lane", "a locked lane"])
 def test_recalled_lanes_are_kept_until_what_they_published_is_settled(fails):
     """However long it takes: their next holders would send it again, and could settle it no better."""
@@ -112,16 +127,7 @@ def test_recalled_lanes_are_kept_until_what_they_published_is_settled(fails):
 
     world = World({0: [1, 3, 5], 1: [2, 4, 6]}, recall)
     world.watcher.recovered = lambda _: None
-    take, gone = world.loop._take_and_let_go, {}
-
-    def then_look() -> None:
-        take()
-        gone.update(world.clean())
-        if len(gone) == 2:
-            world.stop.set()
-
-    world.loop._take_and_let_go = then_look
-    world.run()
+    gone = run_until_both_are_let_go(world)
     assert gone == {0: fails == "one lane", 1: False}
     assert world.table.rows == {0: [5], 1: [6]}
     assert (world.broker.log, world.table.fail_settle) == ([1, 3, 2, 4], [])
@@ -172,16 +178,7 @@ def test_a_lane_that_can_not_be_settled_holds_up_the_others_of_a_stream_for_a_wh
         return all_of(batches)
 
     world = World({0: [1, 3], 1: [2, 4]}, recall)
-    take, gone = world.loop._take_and_let_go, {}
-
-    def then_look() -> None:
-        take()
-        gone.update(world.clean())
-        if len(gone) == 2:
-            world.stop.set()
-
-    world.loop._take_and_let_go = then_look
-    world.run()
+    gone = run_until_both_are_let_go(world)
     assert gone == {0: True, 1: False}
     assert len(world.table.fail_lanes[1]) > 4900
 
