@@ -117,6 +117,8 @@ class WorkerLoop:
         """When the current series of failures to publish began, by time.monotonic(); None after a success, and while
         what is published can't be settled.
         """
+        self.has_session = True
+        """Whether the last failure was in a session of the database: without one, nothing can be settled."""
         self.turned_at = time.monotonic()
         """When the last turn ended, or an idle loop last checked, by time.monotonic()."""
         self.has_succeeded = False
@@ -451,9 +453,9 @@ class WorkerLoop:
     # Failures
 
     def _back_off(self, error: Exception) -> None:
-        settling = self._source is not None and self.unsettled and not isinstance(error, BrokerUnavailable)
+        self.has_session = self._source is not None
         self._close()
-        if settling:
+        if self.has_session and self.unsettled and not isinstance(error, BrokerUnavailable):
             # Kafka can be reached. Another relay would send again what can't be settled.
             self.failing_since = None
         elif self.failing_since is None:

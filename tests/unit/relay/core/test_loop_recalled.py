@@ -166,6 +166,7 @@ def test_lanes_are_left_to_others_when_no_session_can_be_had(clock):
     world.run()
     assert since[:1] == [None]
     assert None not in since[1:]
+    assert not world.loop.has_session
     assert gone[0][1] < 1
     assert 10 <= gone[1][1] < 11
     assert {lane: clean for lane, (clean, _) in gone.items()} == {0: False, 1: False}

@@ -187,6 +187,20 @@ def test_lanes_of_the_stream_are_left_together_when_all_they_published_is_settle
         assert len(supervisor._held.recalled) == (0 if unsettled else LANES)
 
 
+def test_lanes_of_the_stream_are_left_when_no_session_can_be_had_to_settle_them(supervisor) -> None:
+    supervisor._components = replace(supervisor._components, all_lanes=lambda _leases: None)
+    loop = supervisor._worker.loop
+    loop.failing_since, loop.has_session = time.monotonic() - 1000.0, False
+    loop._lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(batch=1))
+
+    class Lanes(Table):
+        def leave(self) -> None:
+            pass
+
+    supervisor._balance(Lanes({"me": LANES, "other": 0}))
+    assert len(supervisor._held.recalled) == LANES
+
+
 def test_leases_that_could_not_be_renewed_in_time_are_tried_with_each_tick(supervisor) -> None:
     """The worker locks their rows when it settles, for as long as that has to wait."""
     did: list[str] = []
