@@ -276,12 +276,10 @@ class KafkaAdmin:
             [found] = self._configurations([topic])
         except KafkaException:
             return None
-        return (
-            int(found["delete.retention.ms"].value) / 1000 if "compact" in str(found["cleanup.policy"].value) else None
-        )
+        return int(found["delete.retention.ms"].value) / 1000 if _is_compacted(found) else None
 
     def _compacted(self, topics: Iterable[str]) -> bool:
-        return any("compact" in str(one["cleanup.policy"].value) for one in self._configurations(topics))
+        return any(map(_is_compacted, self._configurations(topics)))
 
     def _configurations(self, topics: Iterable[str]) -> list[Mapping[str, Any]]:
         wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
@@ -342,6 +340,10 @@ class KafkaAdmin:
 
 
 _NO_ANSWER: Final = "no answer yet"
+
+
+def _is_compacted(configuration: Mapping[str, Any]) -> bool:
+    return "compact" in str(configuration["cleanup.policy"].value)
 
 
 class _PositionCommitter:

@@ -13,11 +13,10 @@ import typer
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, say
 from outbox._app.text import as_utc, time_text
 from outbox.errors import ConfigurationError
+from relay.cli.relay import SHOWN, SUPERSEDED, reconciler_settings
 
 if TYPE_CHECKING:
     from relay.operations.recover import Comparison, EventPlace
-
-_SHOWN = 5
 
 
 def recover(
@@ -41,7 +40,6 @@ def recover(
     Settles what Kafka already has, so that it is not published twice. Run it before relays start, with a direct
     connection to Postgres. --json lists every event.
     """
-    from relay.cli.relay import reconciler_settings
     from relay.config import shared_source_note
     from relay.operations.dead_letters import locked as error_of_locked
     from relay.operations.recover import Recovered, Recovery
@@ -112,13 +110,12 @@ def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
         "published already; settled, not published again": settled,
         "scheduled, and published already; deleted": len(found.scheduled),
         "dead letters that were retried and published; discarded": len(found.dead),
-        "of these are not on Kafka, and later events of their keys are, in topics that may be compacted; whether they "
-        "ever were there is not known": len(found.superseded),
+        f"of these {SUPERSEDED}": len(found.superseded),
         "events with the id of another event on Kafka; published, but consumers may drop them": len(found.changed),
     }.items():
         if count:
             say(f"{count} {text}")
-    for event_id in (*found.superseded[:_SHOWN], *found.changed[:_SHOWN]):
+    for event_id in (*found.superseded[:SHOWN], *found.changed[:SHOWN]):
         say(f"  {event_id}")
     for state in found.broken:
         say(f"lane {state.lane}: {state.problem}")
@@ -132,6 +129,6 @@ def _events(events: Sequence[EventPlace]) -> str:
     lines = [f"{len(events)} events of {keys} keys" if events else "nothing"]
     for topic, count in sorted(Counter(event.topic for event in events).items()):
         lines.append(f"  {topic or 'a topic that is not known'}: {count}")
-        first = [event for event in events if event.topic == topic][:_SHOWN]
+        first = [event for event in events if event.topic == topic][:SHOWN]
         lines += [f"    {event.event_id} of {event.aggregate_id}, {time_text(event.at)}" for event in first]
     return "\n".join(lines)

@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from relay.operations.lane_rows import LaneComparison
     from relay.operations.reconcile import Findings
 
-_SHOWN: Final = 5
+SHOWN: Final = 5
+"""How many events are listed of each kind."""
+SUPERSEDED: Final = (
+    "are not on Kafka, and later events of their keys are, in topics that may be compacted; whether they ever were "
+    "there is not known"
+)
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -194,11 +199,8 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
 
 def _print_superseded(state: LaneComparison) -> None:
     if state.superseded:
-        say(
-            f"  {len(state.superseded)} are not on Kafka, and later events of their keys are, in topics that may be "
-            "compacted; whether they ever were there is not known:"
-        )
-    for event_id in state.superseded[:_SHOWN]:
+        say(f"  {len(state.superseded)} {SUPERSEDED}:")
+    for event_id in state.superseded[:SHOWN]:
         say(f"    {event_id}")
 
 
