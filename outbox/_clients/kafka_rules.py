@@ -103,6 +103,14 @@ def is_refusal(error: KafkaError) -> bool:
     }
 
 
+def is_fatal(error: KafkaError) -> bool:
+    """Return whether the client can't be used any more. In a consumer's message only the code says so, not the flag."""
+    from confluent_kafka import KafkaError as Codes
+
+    # A documented name, in spite of the underscore.
+    return error.fatal() or error.code() == Codes._FATAL  # noqa: SLF001
+
+
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
 _CLEAN_PART: Final = 0.8 * 0.9
 

@@ -89,9 +89,7 @@ def _failing(doing: str) -> Iterator[None]:
 def failure(error: KafkaError, about: str = "Kafka") -> KafkaFailed | None:
     """Return the error that ends the consumer; None for an error from which librdkafka recovers by itself."""
     found = of_kafka(error, about)
-    if not isinstance(found, ConsumerUnavailable):
-        return KafkaFailed(str(found))
-    return KafkaFailed(f"{found}. Nothing was skipped") if error.fatal() else None
+    return None if isinstance(found, ConsumerUnavailable) else KafkaFailed(str(found))
 
 
 def lost(losses: Sequence[Loss], positions: Mapping[Partition, StoredOffset], group: str) -> PositionLost:

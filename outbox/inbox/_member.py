@@ -26,7 +26,9 @@ has stored for the group.
 | Postgres away, without disk, memory or      | nothing is applied; retried with backoff, and Kafka is still polled  |
 |   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
-| … until certificates are renewed            | another member: librdkafka reads them when a client is made          |
+| … until certificates are renewed            | a new member: librdkafka reads them when a client is made            |
+| another member has its `group.instance.id`, | librdkafka's client is of no more use: a new member, after a pause.  |
+|   or a broker says so once it has restarted | Two that keep the same id pause longer and longer                    |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
 | … and the old primary goes on, unnoticed    | each session is replaced after five minutes, and finds the new one   |
@@ -62,7 +64,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
 from outbox._clients.kafka import Certificates
-from outbox._clients.kafka_rules import is_refusal
+from outbox._clients.kafka_rules import is_fatal, is_refusal
 from outbox.consumer.delays import TopicDelays
 from outbox.consumer.kafka_admin import of_known_topics
 from outbox.consumer.messages import checked
@@ -128,10 +130,11 @@ class Member:
         # A broker that refuses the client sends no message: librdkafka would retry forever.
         self._refusal: KafkaFailed | None = None
         self._certificates = Certificates(options)
+        self._fatal: KafkaError | None = None
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
 
     def run(self) -> bool:
-        """Consume until ``stopping``. Returns whether another member must go on: certificates were replaced."""
+        """Consume until ``stopping``. Returns whether a new member must go on: this one's client is of no more use."""
         self._note_unassigned()
         self._kafka.subscribe(
             list(self._settings.topics),
@@ -143,8 +146,8 @@ class Member:
             self._fetch()
             if self._refusal is not None:
                 raise self._refusal
-            if (failed := self._certificates.failed) is not None:
-                _logger.warning("kafka: a new client reads the new certificates: %s", failed.str())
+            if (failed := self._certificates.failed or self._fatal) is not None:
+                _logger.warning("kafka: a new client goes on: %s", failed.str())
                 return True
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
@@ -230,6 +233,8 @@ class Member:
         elif code in _kafka.OUT_OF_RANGE:
             if part is not None:
                 part.cut_off = True
+        elif is_fatal(error):
+            self._fatal = error
         elif (failed := _kafka.failure(error, f"Kafka, {part.name}" if part is not None else "Kafka")) is not None:
             raise failed
         else:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import psycopg
 
+from outbox._clients.backoff import doubled, jittered
 from outbox.consumer import connections
 from outbox.consumer.delays import APPLY_DELAY, APPLY_DELAY_HELP, TopicDelays
 from outbox.consumer.groups import GroupStore
@@ -18,7 +20,7 @@ from outbox.consumer.model import DEFAULT_SCHEMA
 from outbox.consumer.stalled import StalledPartition, Watch
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
-from outbox.inbox._applier import Handler, Settings
+from outbox.inbox._applier import AWAY, Handler, Settings
 from outbox.inbox._letters import Letters
 from outbox.inbox._member import Member
 from outbox.inbox._once import check_name
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 OnFailure = Literal["stop", "dead-letter"]
 Start = Literal["earliest", "latest"]
 Delivery = Literal["exactly-once", "at-most-once"]
+
+_SHORT_SECONDS: Final = 60.0
+"""A member that has run for less was replaced too soon: the pause before the next one is longer."""
 
 
 class Consumer:
@@ -162,14 +167,18 @@ class Consumer:
         cause is gone.
         """
         with self._signals():
-            again = True
+            again, quick = True, 0
             try:
                 while again:
+                    began = time.monotonic()
                     member = Member(self._settings, handler, self._stopping, self._watch, self._delays)
                     try:
                         again = member.run()
                     finally:
                         member.close()
+                    quick = quick + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
+                    if again:
+                        self._stopping.wait(jittered(doubled(quick, *AWAY)))
             finally:
                 self._watch.assigned(())
                 self._stopping.clear()

@@ -14,7 +14,7 @@ from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Me
 
 from outbox._clients.callbacks import raising
 from outbox._clients.kafka import Certificates
-from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds
+from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds, is_fatal
 from outbox._clients.threads import within
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
@@ -152,7 +152,7 @@ class Session:
             )
         if code in _MISSING:
             self._require_topics()
-        elif error.fatal() or is_refused(error):
+        elif is_fatal(error) or is_refused(error):
             raise KafkaException(error)
         else:
             # librdkafka goes on by itself, as behind a connection that broke, or joins the group again.
