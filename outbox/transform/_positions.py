@@ -20,6 +20,8 @@ _PARTITIONS: Final = "partitions="
 """In a position's metadata, before how many partitions the topic had when the group came to it."""
 DOUBT_SECONDS: Final = 20.0
 """How long a position is asked for again that is missing, or lower than before; at most half of the poll interval."""
+NEW_SECONDS: Final = 3.0
+"""The same for a position that is missing and that this process has never had: the group may be new there."""
 _POLL_INTERVAL_MS: Final = 300_000  # librdkafka's default
 
 
@@ -43,10 +45,11 @@ def committed(
     """Return the group's positions in these partitions, when they can be believed, or at ``stop``.
 
     A coordinator that restarts quickly may answer before it has read all positions back (Kafka 4.0 to 4.4): with none,
-    or an earlier one than is known. It is taken only if it stays the same: then an operator has set it.
+    or an earlier one than is known. It is taken only if it stays the same: then an operator has set it, or the group
+    is new there.
     """
     asked = [TopicPartition(each.topic, each.partition) for each in partitions]
-    most = min(DOUBT_SECONDS, int(options.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 2000)
+    interval_seconds = int(options.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
     before: dict[Partition, int] = {}
     attempts, since = 0, time.monotonic()
     while True:
@@ -54,20 +57,23 @@ def committed(
         doubtful = {
             at: each.offset
             for each in found
-            if (at := (each.topic, each.partition)) in known and each.offset < known[at].offset
+            if each.offset < (known[at].offset if (at := (each.topic, each.partition)) in known else 0)
         }
         if not doubtful or stop.is_set():
             return found
         if doubtful != before:
-            logger.info("group %s asks again for positions that went back or are gone", options["group.id"])
+            logger.info("group %s asks again for positions that it does not have, or not any more", options["group.id"])
             before, attempts, since = doubtful, 0, time.monotonic()
-        elif time.monotonic() - since >= most:
+        elif time.monotonic() - since >= min(
+            DOUBT_SECONDS if known.keys() & doubtful.keys() else NEW_SECONDS, interval_seconds / 2
+        ):
             break
         stop.wait(jittered(doubled(attempts, 0.1, 1.0)))
         attempts += 1
-    for (topic, partition), offset in doubtful.items():
+    for topic, partition in known.keys() & doubtful.keys():
+        offset, former = doubtful[topic, partition], known[topic, partition].offset
         now = f"at offset {offset}" if offset >= 0 else "without a position"
-        where, former = f"{topic}-{partition} {now}", known[topic, partition].offset
+        where = f"{topic}-{partition} {now}"
         logger.warning("group %s has %s, where this process had it at %d", options["group.id"], where, former)
     return found
 

@@ -66,11 +66,18 @@ class Threads:
 def in_background(
     run: Callable[[threading.Event], object], stop: threading.Event | None = None
 ) -> Iterator[threading.Event]:
-    """Run a function in a thread until the block ends, which sets the event. Raises what it has raised."""
+    """Run a function in a thread until the block ends, which sets the event, as an error of the function does.
+
+    Raises that error.
+    """
     stop = stop or threading.Event()
 
     def work() -> None:
-        run(stop)
+        try:
+            run(stop)
+        except BaseException:
+            stop.set()
+            raise
 
     with Threads({getattr(run, "__qualname__", "run"): work}, stop=stop) as thread:
         try:

@@ -78,6 +78,24 @@ def test_after_an_abort(place, mortal_network, abort, start, offset):
     assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(10))
 
 
+def test_a_process_that_has_just_started(place, mortal_network):
+    """It knows no position, so a missing one is not taken for that of a new group at once."""
+    _, proxy = mortal_network
+    place.feed(range(5))
+    with running(place.member(copied(place))):
+        wait_until(lambda: place.position() == 5, 60, "the first messages")
+    servers, place.options["bootstrap.servers"] = place.options["bootstrap.servers"], proxy.address
+    member = place.member(copied(place))
+    place.options["bootstrap.servers"] = servers
+    place.feed(range(5, 10))
+    earlier = len(proxy.fired)
+    proxy.on(OFFSET_FETCH, edit_response(instead(-1, of=5)), times=2)
+    with running(member):
+        wait_until(lambda: place.position() == 10, 60, "the others")
+    assert len(proxy.fired) == earlier + 2
+    assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(10))
+
+
 def test_what_an_operator_has_set_is_taken(place, caplog, monkeypatch):
     monkeypatch.setattr(_positions, "DOUBT_SECONDS", 1.0)
     place.feed(range(10))
@@ -106,14 +124,14 @@ def test_a_topic_that_is_created_again_while_it_runs(place, monkeypatch):
     admin = AdminClient(place.options)
 
     def again() -> None:
-        with running(member):
+        with running(member) as ended:
             wait_until(lambda: member.committed == 5, 60, "the messages")
             wait_until(lambda: member._progress.topic_ids, 60, "the topic's id")
             admin.delete_topics([place.source], operation_timeout=30)[place.source].result(60)
             wait_until(lambda: place.source not in admin.list_topics(timeout=10).topics, 60, "the topic to go")
             place.kafka.create_topic(place.source)
             place.feed(range(10, 20))
-            wait_until(lambda: place.position() == 10, 60, "what the new one has")
+            wait_until(ended.is_set, 60, "its end")
 
     with pytest.raises(InputLost, match="was deleted and created again"):
         again()
