@@ -107,7 +107,7 @@ class Outboxed:
         self.strict_topic = kafka.create_topic(f"{self.strict.lower()}-events", 3, {"max.message.bytes": str(LIMIT)})
         db.change_lanes(url, lanes)
 
-    def settings(self, delivery: str, *, source: str = "polling", **more: Any) -> Any:
+    def settings(self, source: str, **more: Any) -> Any:
         name = self.kafka.name("outbox")
         slot = name.lower().replace("-", "_").replace(".", "_")
         if source == "wal":
@@ -116,10 +116,9 @@ class Outboxed:
             **{
                 "database_url": self.url,
                 "name": name,
-                "delivery": delivery,
+                "delivery": "exactly-once",
                 "source": source,
                 "wal": {"slot": slot},
-                "kafka": {"bootstrap.servers": self.kafka.bootstrap_servers},
                 "failures": {
                     "on_failure": "skip",
                     "max_attempts": ATTEMPTS,

@@ -15,12 +15,6 @@ ONCE = Counter({f"k{n:05}": 1 for n in range(4000)})
 
 
 @pytest.fixture
-def smaller(outbox_postgres, outbox_kafka):
-    """For what does not depend on the number of lanes: each relay takes over all of them."""
-    return Outboxed(outbox_postgres.url, outbox_kafka, lanes=16)
-
-
-@pytest.fixture
 def costs(monkeypatch):
     costs = Costs()
     costs.install(monkeypatch)
@@ -32,7 +26,7 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outbox_postgres, outbox
     outboxed = Outboxed(outbox_postgres.url, outbox_kafka, lanes)
     # Where a lease may not outlast a delivery, or that is late, events that are tried again go with the others once.
     kafka = {"bootstrap.servers": outboxed.kafka.bootstrap_servers, "delivery.timeout.ms": "60000"}
-    settings = outboxed.settings("exactly-once", source=source, kafka=kafka, relay={"lease_seconds": 600.0})
+    settings = outboxed.settings(source, kafka=kafka, relay={"lease_seconds": 600.0})
     outboxed.write(2000)
     with relaying(settings):
         wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
@@ -65,24 +59,11 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outbox_postgres, outbox
     assert spent["producers"] <= spent["refused"] + 2 * spent["unusable"]
 
 
-def test_at_least_once_publishes_all_others_in_order(smaller):
-    """From the WAL; by polling: acceptance/test_failures.py."""
-    settings = smaller.settings("at-least-once", source="wal")
-    with relaying(settings):
-        smaller.write(2000)
-        smaller.write_all()
-        wait_until(lambda: smaller.waits() == 0, 120, "all events")
-    assert sorted(smaller.dead()) == KEYS
-    assert {key: tuple(dict.fromkeys(sizes)) for key, sizes in smaller.sizes().items()} == dict.fromkeys(
-        KEYS, (FIRST, LAST)
-    )
-    assert smaller.others().keys() == ONCE.keys()
-
-
 @pytest.mark.parametrize(("how", "source"), [("kill", "polling"), ("pause", "wal")])
-def test_a_relay_that_takes_over_while_events_are_refused(smaller, outbox_relay, source, how):
+def test_a_relay_that_takes_over_while_events_are_refused(outbox_postgres, outbox_kafka, outbox_relay, source, how):
     """The former relay is killed, or wakes up when another one has its lanes, and initializes a producer anew."""
-    name = smaller.kafka.name("outbox")
+    outboxed = Outboxed(outbox_postgres.url, outbox_kafka, lanes=16)
+    name = outboxed.kafka.name("outbox")
     settings = {
         "name": name,
         "delivery": "exactly-once",
@@ -94,22 +75,24 @@ def test_a_relay_that_takes_over_while_events_are_refused(smaller, outbox_relay,
         ),
     }
     if source == "wal":
-        to_wal(smaller.url, settings)
-    smaller.write(2000)
+        to_wal(outboxed.url, settings)
+    outboxed.write(2000)
     former = outbox_relay(**settings)
-    wait_until(lambda: smaller.waits() == 0, 60, "the first events")
-    smaller.write_all()
+    wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
+    outboxed.write_all()
     wait_until(
-        lambda: smaller.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
+        lambda: outboxed.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
     )
     getattr(former, how)()
     outbox_relay(**settings)
     attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
-    [(tried,)] = smaller.run(attempts)
-    wait_until(lambda: smaller.waits() == 0 or smaller.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts")
+    [(tried,)] = outboxed.run(attempts)
+    wait_until(
+        lambda: outboxed.waits() == 0 or outboxed.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts"
+    )
     if how == "pause":
         former.resume()
-    wait_until(lambda: smaller.waits() == 0, 120, "all events")
-    assert sorted(smaller.dead()) == KEYS
-    assert smaller.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
-    assert smaller.others() == ONCE
+    wait_until(lambda: outboxed.waits() == 0, 120, "all events")
+    assert sorted(outboxed.dead()) == KEYS
+    assert outboxed.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
+    assert outboxed.others() == ONCE
