@@ -87,7 +87,7 @@ $(KAFKAS:%=matrix-kafka-%): $(VENV)/.installed
 	@$(BIN)/python tests/support/class_archives.py
 	$(BIN)/python $(PYTEST) tests/acceptance $(ARGS)
 
-test-fast: $(VENV)/.installed  ## for the loop while writing: units, the model, the sink's contract, one event end to end
+test-fast: $(VENV)/.installed  ## for the loop while writing: units, the sink's contract, one event end to end
 	$(BIN)/python $(FAST) $(ARGS)
 
 test-lowest: $(VENV)-lowest/.installed  ## test-fast with the oldest versions that pyproject.toml allows; needs Python 3.11

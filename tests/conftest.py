@@ -262,12 +262,11 @@ def group(nodeid: str) -> str:
                                      verifies no transactions, or one that is there instead of a lost one.
     planted  what shares a database in which names are planted.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
-    Each test of the protocol's model, and of JSON at large, is a group of its own: they come last, need nothing but a
-    processor, and one process would go on with them long after the others had ended. Otherwise, the tests of one file
-    are a group.
+    Each test of JSON at large is a group of its own: they come last, need nothing but a processor, and one process
+    would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
     """
     path = Path(nodeid.partition("::")[0])
-    if path.name in {"test_protocol_model.py", "test_json_whole.py"}:
+    if path.name == "test_json_whole.py":
         return nodeid
     if path.parent == Path("tests/spark"):
         return "spark, to op" if path.name < "test_ou" else "spark, from ou"

@@ -244,8 +244,7 @@ class Retention:
 
     @staticmethod
     def _row(connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
-        row = connection.execute(sql.SQL(query).format(**names)).fetchone()
-        assert row is not None
+        (row,) = connection.execute(sql.SQL(query).format(**names)).fetchall()
         return row
 
     def _change(self, connection: psycopg.Connection[Any], plan: PrunePlan, *, force: bool) -> None:

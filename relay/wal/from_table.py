@@ -122,9 +122,7 @@ class TableReader:
         if not lanes:
             return
         with unavailable_on_error(f"looking at the end of {lanes_text([lane.lease.lane for lane in lanes])}"):
-            row = self._table.connection.execute(self._queries.end).fetchone()
-        assert row is not None
-        end_lsn, old_ended = row
+            ((end_lsn, old_ended),) = self._table.connection.execute(self._queries.end).fetchall()
         ready: list[StreamLane] = []
         for lane in lanes:
             assert lane.channel is not None

@@ -121,8 +121,7 @@ class StreamLanes(dict[int, StreamLane]):
     def ask(self, lane: StreamLane, query: sql.Composed, **more: int) -> Any:
         """Return the only row of a query about a lane."""
         with unavailable_on_error(f"looking at lane {lane.lease.lane}"):
-            row = self.table.connection.execute(query, lane.key | more).fetchone()
-        assert row is not None
+            (row,) = self.table.connection.execute(query, lane.key | more).fetchall()
         return row
 
     def ask_all(self, query: sql.Composed, numbers: Collection[int], **more: str) -> dict[int, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from one_lane import OneLane
@@ -28,23 +31,27 @@ NOT_DUE = tried(1000, 3600.0, 3600.0)
 """What fails is tried again after the test."""
 
 
+def raise_marks_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(low_water_mark, "_LOOK_SECONDS", 0.0)
+    patch.setattr(low_water_mark, "_SETTLE_SECONDS", 0.0)
+    # Unless a test is about them.
+    patch.setattr(row_marks, "_SECONDS", 3600.0)
+
+
 @pytest.fixture(autouse=True)
 def quick_marks(monkeypatch):
     """Marks rise at once, and each turn may begin a sweep."""
-    monkeypatch.setattr(low_water_mark, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(low_water_mark, "_SETTLE_SECONDS", 0.0)
+    raise_marks_at_once(monkeypatch)
     monkeypatch.setattr(sweep, "_AGAIN_SECONDS", 0.0)
-    # Unless a test is about them.
-    monkeypatch.setattr(row_marks, "_SECONDS", 3600.0)
 
 
 class Blocked:
     """A lane whose first event is refused, with 40,000 later events of its key. Counts what turns read."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, kept: KeptMarks) -> None:
         self.database = database
         self.lease = taken(table(database, "me"))
-        self.kept = KeptMarks()
+        self.kept = kept
         self.admin = database.connect(autocommit=True)
         self.killed: list[OneLane] = []
         self.sources = 0
@@ -163,8 +170,8 @@ class Blocked:
 
 
 @pytest.fixture(scope="module")
-def waiting(outbox_postgres_server, _outbox_template) -> Iterator[str]:
-    """A database to copy: to write so many events takes longer than most tests of them."""
+def waiting(outbox_postgres_server, _outbox_template) -> Iterator[tuple[str, KeptMarks]]:
+    """A database to copy, and the marks that a source leaves: to write and read so many takes longer than a test."""
     name = f"waiting_{token()}"
     with Database(outbox_postgres_server.create_database(name, template=_outbox_template), name) as database:
         db.change_lanes(database.url, 1)
@@ -181,15 +188,24 @@ def waiting(outbox_postgres_server, _outbox_template) -> Iterator[str]:
         values = "SELECT 'Order', 'blocked', 'T', '{}' FROM generate_series(1, %s)"
         admin.execute(f"{insert} {values}", (WAITING,))
         admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
-    yield name
+        with pytest.MonkeyPatch.context() as patch:
+            raise_marks_at_once(patch)
+            blocked = Blocked(database, KeptMarks())
+            blocked.close_source()
+        # The lease of each copy has the same epoch.
+        admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity', epoch = epoch - 1")
+    yield name, blocked.kept
     outbox_postgres_server.drop_database(name)
 
 
 @pytest.fixture
 def blocked(outbox_postgres_server, waiting) -> Iterator[Blocked]:
     name = f"blocked_{token()}"
-    with Database(outbox_postgres_server.create_database(name, template=waiting), name) as database:
-        blocked = Blocked(database)
+    template, kept = waiting
+    own = copy.deepcopy(kept)
+    own.lanes = {lane: replace(each, sweep_at=math.inf) for lane, each in own.lanes.items()}
+    with Database(outbox_postgres_server.create_database(name, template=template), name) as database:
+        blocked = Blocked(database, own)
         yield blocked
         blocked.close()
     outbox_postgres_server.drop_database(name)

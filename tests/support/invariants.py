@@ -13,6 +13,4 @@ class Invariant(StrEnum):
     NO_LOSS = "NoLoss"
     ORDER_OF_A_KEY = "OrderOfAKey"
     NOTHING_LEFT_BEHIND = "NothingLeftBehind"
-    NAMED_IN_THE_ROW = "NamedInTheRow"
-    NEVER_STOPS = "NeverStops"
     EACH_IS_PUBLISHED = "EachIsPublished"

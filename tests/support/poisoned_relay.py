@@ -1,4 +1,4 @@
-"""A relay in this process over 256 lanes, with events that the broker refuses among many others; and what it costs.
+"""A relay in this process over many lanes, with events that the broker refuses among many others; and what it costs.
 
 What is counted are turns, transactions, producers and joins, and never the clock.
 """
@@ -29,7 +29,6 @@ from relay.core.ports import Batches, BatchRefused, Completed, Confirm, Failed, 
 from relay.kafka import producer
 from relay.kafka.transactional import TransactionalPublisher
 
-LANES: Final = 256
 LIMIT: Final = 20_000
 """The most bytes of a message in the topic of ``strict`` events."""
 ATTEMPTS: Final = 3
@@ -98,9 +97,9 @@ class _Counted(confluent_kafka.Producer):
 
 
 class Outboxed:
-    """An outbox with 256 lanes or fewer, two kinds of events, and a topic of each: ``strict`` takes no large ones."""
+    """An outbox with some lanes, two kinds of events, and a topic of each: ``strict`` takes no large ones."""
 
-    def __init__(self, url: str, kafka: Any, lanes: int = LANES) -> None:
+    def __init__(self, url: str, kafka: Any, lanes: int) -> None:
         self.url = url
         self.kafka = kafka
         self.fine, self.strict = kafka.name("Fine"), kafka.name("Strict")
@@ -108,7 +107,7 @@ class Outboxed:
         self.strict_topic = kafka.create_topic(f"{self.strict.lower()}-events", 3, {"max.message.bytes": str(LIMIT)})
         db.change_lanes(url, lanes)
 
-    def settings(self, delivery: str, *, source: str = "polling", on_failure: str = "skip", **more: Any) -> Any:
+    def settings(self, source: str, **more: Any) -> Any:
         name = self.kafka.name("outbox")
         slot = name.lower().replace("-", "_").replace(".", "_")
         if source == "wal":
@@ -117,12 +116,11 @@ class Outboxed:
             **{
                 "database_url": self.url,
                 "name": name,
-                "delivery": delivery,
+                "delivery": "exactly-once",
                 "source": source,
                 "wal": {"slot": slot},
-                "kafka": {"bootstrap.servers": self.kafka.bootstrap_servers},
                 "failures": {
-                    "on_failure": on_failure,
+                    "on_failure": "skip",
                     "max_attempts": ATTEMPTS,
                     "min_backoff_seconds": 0.2,
                     "max_backoff_seconds": 0.4,

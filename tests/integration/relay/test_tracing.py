@@ -42,7 +42,7 @@ from outbox import Event, EventTooLarge, Outbox, _trace
 from outbox._app import tracing
 from outbox.errors import ConfigurationError
 from outbox.urls import sqlalchemy_url
-from relay.core.ports import Claim, Completed, Confirm, DatabaseUnavailable, LaneLost, Unconfirmed
+from relay.core.ports import Claim, Completed, Confirm, DatabaseUnavailable, LaneLost, Receipt, Unconfirmed
 from relay.kafka.routing import Router
 from relay.kafka.tracing import traced
 
@@ -183,38 +183,6 @@ def test_a_turn_is_linked_to_the_writes_of_its_events(outbox_postgres, outbox_ka
     assert_without(turns, "key-", "1234-5678", "secret")
 
 
-def test_a_turn_has_a_bounded_number_of_links(outbox_postgres, outbox_kafka, spans, order):
-    write(outbox_postgres, order[0], 300)
-    with relay(outbox_postgres, outbox_kafka):
-        drained(outbox_postgres.url)
-    turns = spans.of("send")
-    for turn in turns:
-        count = turn.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT]
-        assert len(turn.links) == min(count, 128)
-        assert turn.attributes["outbox.links.left_out"] == count - len(turn.links)
-    # Ahead of the relay there were more than two turns' worth of links.
-    assert max(len(turn.links) for turn in turns) == 128
-    assert sum(turn.attributes["outbox.links.left_out"] for turn in turns) > 0
-    assert {link for turn in turns for link in linked(turn)} <= {
-        traceparent(context_of(span)) for span in spans.of("create")
-    }
-
-
-def test_events_of_one_write_are_one_link_and_what_is_no_trace_is_none(outbox_postgres, outbox_kafka, spans, order):
-    kind, topic = order
-    with outbox_postgres.connect() as connection:
-        Outbox().add_many(connection, [Event(kind, f"k{n}", "T", {}) for n in range(200)])
-        Outbox().add(connection, Event(kind, "odd", "T", {}, headers={"traceparent": "00-not-a-trace"}))
-    with relay(outbox_postgres, outbox_kafka):
-        drained(outbox_postgres.url)
-    turns = spans.of("send")
-    assert sum(turn.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT] for turn in turns) == 201
-    assert {link for turn in turns for link in linked(turn)} == {traceparent(context_of(spans.of("create")[0]))}
-    assert all(len(turn.links) == 1 for turn in turns if turn.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT] > 1)
-    odd = [message for message in outbox_kafka.consume(topic) if message.key() == b"odd"]
-    assert [dict(message.headers())["traceparent"] for message in odd] == [b"00-not-a-trace"]
-
-
 def test_a_turn_that_fails_is_an_error(outbox_postgres, outbox_kafka, spans):
     small, secret = outbox_kafka.name("Small"), secrets.token_hex(4000)
     topic = outbox_kafka.create_topic(f"{small.lower()}-events", 1, {"max.message.bytes": "2000"})
@@ -227,17 +195,8 @@ def test_a_turn_that_fails_is_an_error(outbox_postgres, outbox_kafka, spans):
     check(broken, SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=topic, MESSAGING_BATCH_MESSAGE_COUNT=1)
 
 
-def test_a_refused_event_is_counted_and_is_no_error_of_its_turn(outbox_postgres, outbox_kafka, spans, order):
-    write(outbox_postgres, outbox_kafka.name("Unrouted"))
-    with relay(outbox_postgres, outbox_kafka, routes=dict([order]), failures__max_attempts=1):
-        drained(outbox_postgres.url)
-    turn = spans.one("send")
-    check(turn, SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=None)
-    assert (turn.attributes["outbox.refused"], turn.status.status_code) == (1, StatusCode.UNSET)
-
-
 class OneAnswer:
-    """A publisher that gives one answer, for what a real one gives only in a crash."""
+    """A publisher that gives one answer, for what depends on the turn and the answer alone."""
 
     def __init__(self, answer) -> None:
         self.answer = answer
@@ -265,6 +224,25 @@ def test_a_turn_that_is_not_confirmed_is_an_error(spans, answer, kind):
     with pytest.raises(DatabaseUnavailable) if isinstance(answer, Exception) else nullcontext():
         assert OneAnswer(answer).publish({0: [claim(None)]}) is answer
     failed(spans.one("send"), kind, "the lane went", "away")
+
+
+def test_a_turn_has_a_bounded_number_of_links_to_different_traces(spans):
+    many = [f"00-{n:032x}-{n:016x}-01" for n in range(1, 301)]
+    given = [many, many[:1] * 200, ["00-not-a-trace", many[0]]]
+    for traces in given:
+        OneAnswer(Completed({})).publish({0: [claim({"traceparent": each}) for each in traces]})
+    turns = spans.of("send")
+    assert [linked(turn) for turn in turns] == [many[:128], many[:1], many[:1]]
+    assert [turn.attributes["outbox.links.left_out"] for turn in turns] == [172, 0, 0]
+    assert [turn.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT] for turn in turns] == [300, 200, 2]
+
+
+def test_a_refused_event_is_counted_and_is_no_error_of_its_turn(spans):
+    refused = claim(None)._replace(aggregate_type="ä")
+    OneAnswer(Completed({0: Receipt(refused=[(refused, "no route")])})).publish({0: [refused]})
+    turn = spans.one("send")
+    check(turn, SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=None)
+    assert (turn.attributes["outbox.refused"], turn.status.status_code) == (1, StatusCode.UNSET)
 
 
 def test_a_turn_of_several_topics_names_none(spans):

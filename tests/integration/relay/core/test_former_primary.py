@@ -37,16 +37,13 @@ def later(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("source", "delivery"),
+    "source",
     [
-        ("polling", "at-least-once"),
-        ("polling", "exactly-once"),
-        pytest.param("wal", "at-least-once", marks=needs_failover_slots),
+        "polling",
+        pytest.param("wal", marks=needs_failover_slots),
     ],
 )
-def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(
-    private_postgres, outbox_kafka, later, wal, source, delivery
-):
+def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(private_postgres, outbox_kafka, later, wal, source):
     primary = private_postgres({"wal_level": "logical"})
     database = private_postgres.database(primary)
     former, address = database.url, urlsplit(database.url)
@@ -56,7 +53,7 @@ def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(
     with Standby(primary, synced_slots=source == "wal") as standby, TcpProxy("127.0.0.1", primary.port) as name:
         url = former.replace(f"{address.hostname}:{address.port}", name.address)
         new = standby.url(database.name)
-        settings = wal | {"source": source, "delivery": delivery}
+        settings = wal | {"source": source, "delivery": "at-least-once"}
 
         def publish(server: str, key: str) -> None:
             write(server, [Event(kind, key, "T", {})])
@@ -72,8 +69,8 @@ def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(
             standby.promote()
             name.lead_to(standby.port)
             written = {"before", "still here", "after", "and on"}
-            if (source, delivery) == ("polling", "at-least-once"):
-                # Nothing tells the relay. The others stop at events that the new primary lacks.
+            if source == "polling":
+                # Nothing tells the relay. Others stop at events that the new primary lacks: from the WAL, exactly-once.
                 publish(former, "split brain")
                 written.add("split brain")
             later()

@@ -1,8 +1,8 @@
 """Guards of the protocol, each taken out of the real code once: on real servers, in an order of steps set by hand.
 
-Each scenario is run with the code as it is, which keeps the promise, and then with a mutation, which must break just
-the invariant of docs/explanation/protocol.tla that is named: an event is on the topic more than once, or it is on no
-topic, and its row is gone, or passed by. Mutations that need processes, crashes or time are in
+Each scenario is run with the code as it is, which keeps the promise, here or in another test, and with a mutation,
+which must break just the invariant of docs/explanation/protocol.tla that is named: an event is on the topic more than
+once, or it is on no topic, and its row is gone, or passed by. Mutations that need processes, crashes or time are in
 acceptance/test_mutations.py.
 
 | mutation                | the mistake                                                                           |
@@ -274,10 +274,11 @@ def mark_past_a_transaction(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LaneReader, "_xmin", lambda _: 2**62)
 
 
+# As they are, the others run in these tests: both of overtaken, an_answer_is_lost and a_kill_after_the_commit in
+# kafka/test_takeover.py, two_under_one_epoch in kafka/test_equal_epochs.py, a_late_commit in
+# polling/test_low_water_mark.py.
 CASES: list[tuple[Callable[[Place], None], Mutate, set[Invariant]]] = [
-    (overtaken_with_the_first_producer, as_it_is, set()),
     (overtaken_with_the_first_producer, no_fence, {Invariant.NO_DOUBLE}),
-    (overtaken_with_the_second_producer, as_it_is, set()),
     (overtaken_with_the_second_producer, fence_first_only, {Invariant.NO_DOUBLE}),
     (a_taker_dies, as_it_is, set()),
     (a_taker_dies, id_before_fence, {Invariant.NO_DOUBLE}),
@@ -287,18 +288,14 @@ CASES: list[tuple[Callable[[Place], None], Mutate, set[Invariant]]] = [
     (postgres_forgets_a_settlement, batch_not_expected, {Invariant.NO_DOUBLE}),
     (a_zombie_begins_anew, as_it_is, set()),
     (a_zombie_begins_anew, no_epoch, {Invariant.NO_DOUBLE}),
-    (two_under_one_epoch, as_it_is, set()),
     (two_under_one_epoch, no_owner, {Invariant.NO_DOUBLE}),
-    (an_answer_is_lost, as_it_is, set()),
     (an_answer_is_lost, marker_remembered, {Invariant.NO_DOUBLE}),
-    (a_kill_after_the_commit, as_it_is, set()),
     (a_kill_after_the_commit, adopt_without_settling, {Invariant.NO_DOUBLE}),
     (a_kill_after_the_commit, no_marker, {Invariant.NO_DOUBLE}),
     (lanes_are_let_go_in_trouble, as_it_is, set()),
     (lanes_are_let_go_in_trouble, null_while_open, {Invariant.NO_DOUBLE}),
     (a_kill_after_settling, as_it_is, set()),
     (a_kill_after_settling, ack_before_it_came, {Invariant.NO_LOSS}),
-    (a_late_commit, as_it_is, set()),
     (a_late_commit, mark_past_a_transaction, {Invariant.EACH_IS_PUBLISHED}),
 ]
 

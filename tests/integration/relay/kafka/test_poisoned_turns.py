@@ -1,4 +1,4 @@
-"""What an event costs that the broker refuses, exactly-once with 256 lanes: counted, never by the clock."""
+"""What an event costs that the broker refuses, exactly-once with many lanes: counted, never by the clock."""
 
 from __future__ import annotations
 
@@ -15,28 +15,18 @@ ONCE = Counter({f"k{n:05}": 1 for n in range(4000)})
 
 
 @pytest.fixture
-def outboxed(outbox_postgres, outbox_kafka):
-    return Outboxed(outbox_postgres.url, outbox_kafka)
-
-
-@pytest.fixture
-def smaller(outbox_postgres, outbox_kafka):
-    """For what does not depend on the number of lanes: each relay takes over all of them."""
-    return Outboxed(outbox_postgres.url, outbox_kafka, lanes=16)
-
-
-@pytest.fixture
 def costs(monkeypatch):
     costs = Costs()
     costs.install(monkeypatch)
     return costs
 
 
-@pytest.mark.parametrize("source", ["polling", "wal"])
-def test_a_refused_event_costs_its_own_turns_and_no_join(outboxed, costs, source):
+@pytest.mark.parametrize(("source", "lanes"), [("polling", 256), ("wal", 16)])
+def test_a_refused_event_costs_its_own_turns_and_no_join(outbox_postgres, outbox_kafka, costs, source, lanes):
+    outboxed = Outboxed(outbox_postgres.url, outbox_kafka, lanes)
     # Where a lease may not outlast a delivery, or that is late, events that are tried again go with the others once.
     kafka = {"bootstrap.servers": outboxed.kafka.bootstrap_servers, "delivery.timeout.ms": "60000"}
-    settings = outboxed.settings("exactly-once", source=source, kafka=kafka, relay={"lease_seconds": 600.0})
+    settings = outboxed.settings(source, kafka=kafka, relay={"lease_seconds": 600.0})
     outboxed.write(2000)
     with relaying(settings):
         wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
@@ -69,44 +59,11 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outboxed, costs, source
     assert spent["producers"] <= spent["refused"] + 2 * spent["unusable"]
 
 
-def test_at_least_once_publishes_all_others_in_order(smaller):
-    """From the WAL; by polling: acceptance/test_failures.py."""
-    settings = smaller.settings("at-least-once", source="wal")
-    with relaying(settings):
-        smaller.write(2000)
-        smaller.write_all()
-        wait_until(lambda: smaller.waits() == 0, 120, "all events")
-    assert sorted(smaller.dead()) == KEYS
-    assert {key: tuple(dict.fromkeys(sizes)) for key, sizes in smaller.sizes().items()} == dict.fromkeys(
-        KEYS, (FIRST, LAST)
-    )
-    assert smaller.others().keys() == ONCE.keys()
-
-
-def test_keys_that_are_blocked_by_a_dead_letter_wait_and_no_others(smaller):
-    """From the WAL; by polling: acceptance/test_failures.py."""
-    settings = smaller.settings("exactly-once", source="wal", on_failure="block")
-    with relaying(settings):
-        smaller.write(2000)
-        smaller.write_all()
-        wait_until(lambda: smaller.waits() == len(KEYS) == len(smaller.dead()), 120, "all others")
-    assert sorted(smaller.dead()) == KEYS
-    assert smaller.sizes() == dict.fromkeys(KEYS, (FIRST,))
-    assert smaller.others() == ONCE
-
-
-@pytest.fixture
-def sized(request):
-    """An outbox by the name of its fixture; before what uses it, which so ends first."""
-    return request.getfixturevalue(request.param)
-
-
-@pytest.mark.parametrize(
-    ("how", "source", "sized"), [("kill", "polling", "smaller"), ("pause", "wal", "outboxed")], indirect=["sized"]
-)
-def test_a_relay_that_takes_over_while_events_are_refused(sized, outbox_relay, source, how):
+@pytest.mark.parametrize(("how", "source"), [("kill", "polling"), ("pause", "wal")])
+def test_a_relay_that_takes_over_while_events_are_refused(outbox_postgres, outbox_kafka, outbox_relay, source, how):
     """The former relay is killed, or wakes up when another one has its lanes, and initializes a producer anew."""
-    name = sized.kafka.name("outbox")
+    outboxed = Outboxed(outbox_postgres.url, outbox_kafka, lanes=16)
+    name = outboxed.kafka.name("outbox")
     settings = {
         "name": name,
         "delivery": "exactly-once",
@@ -118,22 +75,24 @@ def test_a_relay_that_takes_over_while_events_are_refused(sized, outbox_relay, s
         ),
     }
     if source == "wal":
-        to_wal(sized.url, settings)
-    sized.write(2000)
+        to_wal(outboxed.url, settings)
+    outboxed.write(2000)
     former = outbox_relay(**settings)
-    wait_until(lambda: sized.waits() == 0, 60, "the first events")
-    sized.write_all()
+    wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
+    outboxed.write_all()
     wait_until(
-        lambda: sized.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
+        lambda: outboxed.run("SELECT count(*) FROM outbox.failures WHERE attempts > 1") != [(0,)], what="a second try"
     )
     getattr(former, how)()
     outbox_relay(**settings)
     attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
-    [(tried,)] = sized.run(attempts)
-    wait_until(lambda: sized.waits() == 0 or sized.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts")
+    [(tried,)] = outboxed.run(attempts)
+    wait_until(
+        lambda: outboxed.waits() == 0 or outboxed.run(attempts)[0][0] > tried + 2, 60, "the next relay's attempts"
+    )
     if how == "pause":
         former.resume()
-    wait_until(lambda: sized.waits() == 0, 120, "all events")
-    assert sorted(sized.dead()) == KEYS
-    assert sized.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
-    assert sized.others() == ONCE
+    wait_until(lambda: outboxed.waits() == 0, 120, "all events")
+    assert sorted(outboxed.dead()) == KEYS
+    assert outboxed.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
+    assert outboxed.others() == ONCE

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 
-from loop_fakes import all_of, looped
-from polling_support import polling
-from polling_worker import ROUTES, Worker, drain, note, quick_marks, settle, workers
-from support import backlog, tried, wait_until
+from polling_worker import Worker, drain, note, quick_marks, settle, workers
+from support import backlog
 
 from outbox import Event, Outbox
 from outbox._app.choices import OnFailure
 from outbox._clients.clock import uptime
 from outbox.sandbox._process import patience
 from relay.core.lease import Lease
-from relay.core.ports import Batches, BatchRefused, Claim, Failed, LaneLost, Receipt, Sent, UnsettledBatch
+from relay.core.ports import Batches, Claim, LaneLost, Receipt, UnsettledBatch
 from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling.source import PollingSource
@@ -160,43 +157,6 @@ def test_kinds_left_out_while_the_next_turn_is_read_come_again_in_order(workers)
         for kind in (cart, set(ids) - cart):
             assert [id_ for id_ in came if id_ in kind] == [id_ for id_ in ids if id_ in kind]
     assert backlog(worker.database.url) == 0
-
-
-def test_bad_events_in_a_backlog_are_found_and_no_key_is_out_of_order(workers):
-    worker = workers()
-    worker.insert(4000, keys=400)
-    there = worker.ids()
-    bad = {ids[number] for ids in there.values() for number in (0, 333, 650)}
-    sent: list[Claim] = []
-    bad_keys = {
-        key for (key,) in worker.admin.execute("SELECT aggregate_id FROM outbox.events WHERE id = ANY(%s)", [list(bad)])
-    }
-
-    def publish(batches: Batches) -> Sent:
-        """Refuse all of a turn with a bad event, until that is alone."""
-        blamed = [n for n, claims in batches.items() if any(claim.position in bad for claim in claims)]
-        if blamed:
-            return Failed(BatchRefused("the broker refuses something"), blamed=blamed)
-        sent.extend(claim for claims in batches.values() for claim in claims)
-        return all_of(batches)
-
-    def source() -> PollingSource:
-        return polling(worker.database.url, policy=tried(100, 600.0, 600.0), router=ROUTES)
-
-    with looped(source, worker.leases, publish, batch=50) as watcher:
-        wait_until(lambda: bad <= set(watcher.refusals), 60, "the bad ones to be found")
-        left = "SELECT count(*) FROM outbox.events WHERE NOT aggregate_id = ANY(%s)"
-        wait_until(lambda: worker.admin.execute(left, [list(bad_keys)]).fetchone() == (0,), 60, "the others to go")
-    assert len({claim.position for claim in sent}) == len(sent)
-    by_key: dict[str, list[int]] = defaultdict(list)
-    for claim in sent:
-        by_key[claim.aggregate_id].append(claim.position)
-    assert all(ids == sorted(ids) for ids in by_key.values())
-    first_bad = dict(
-        worker.admin.execute("SELECT aggregate_id, min(id) FROM outbox.failures GROUP BY aggregate_id").fetchall()
-    )
-    assert first_bad.keys() == bad_keys
-    assert not [claim for claim in sent if claim.position > first_bad.get(claim.aggregate_id, 1 << 60)]
 
 
 def test_what_a_person_puts_back_is_seen_in_the_middle_of_a_drain(workers, quick_marks):

@@ -51,21 +51,11 @@ def another_server(blocked: Blocked) -> None:
     blocked.kept.server = replace(blocked.kept.server, system_identifier="another")
 
 
-def another_timeline(blocked: Blocked) -> None:
-    assert blocked.kept.server is not None
-    blocked.kept.server = replace(blocked.kept.server, timeline=blocked.kept.server.timeline - 1)
-
-
-def lost_wal(blocked: Blocked) -> None:
-    assert blocked.kept.server is not None
-    blocked.kept.server = replace(blocked.kept.server, wal_position=1 << 60)
-
-
 def topics_left_out(blocked: Blocked) -> None:
     blocked.kept.left_out = frozenset({("Order", False)})
 
 
-@pytest.mark.parametrize("change", [another_server, another_timeline, lost_wal, topics_left_out])
+@pytest.mark.parametrize("change", [another_server, topics_left_out])
 def test_marks_are_not_kept_where_they_may_not_hold(blocked, change):
     blocked.close_source()
     change(blocked)

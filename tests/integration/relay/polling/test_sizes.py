@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from polling_worker import drain, insert_huge, note, settle, traced, workers
 from support import backlog
 
@@ -12,12 +11,11 @@ from relay.polling.source import TURN_BYTES
 __all__ = ["workers"]
 
 
-@pytest.mark.parametrize(("lanes", "overlap"), [(256, True), (4, False)], ids=["ahead", "in step"])
-def test_25000_rows_leave_once_each_in_order(workers, lanes, overlap):
-    worker = workers(lanes)
+def test_25000_rows_leave_once_each_in_order(workers):
+    worker = workers(256)
     worker.insert(25_000)
     there = worker.ids()
-    assert drain(worker.source(overlap=overlap), worker.limits()) == there
+    assert drain(worker.source(), worker.limits()) == there
     assert backlog(worker.database.url) == 0
 
 
@@ -40,10 +38,10 @@ def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes
     assert sent["Sync"] <= 30, sent
 
 
-@pytest.mark.parametrize(("lanes", "compressible"), [(4, True), (256, False)], ids=["compressible", "random"])
-def test_150_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes, compressible):
-    worker = workers(lanes)
-    insert_huge(worker, 150, compressible=compressible)
+def test_150_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers):
+    """They are compressed in the table."""
+    worker = workers()
+    insert_huge(worker, 150)
     there = worker.ids()
     source = worker.source()
     seen: dict[int, list[int]] = {}
@@ -65,7 +63,7 @@ def test_150_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes
 
 def test_small_events_are_read_at_full_size_again_after_huge_ones(workers):
     worker = workers(256)
-    insert_huge(worker, 100, compressible=True)
+    insert_huge(worker, 100)
     worker.insert(30_000)
     there = worker.ids()
     source = worker.source()

@@ -124,7 +124,7 @@ def test_1000_events_that_were_put_back_leave_in_batches(workers):
 def test_huge_events_that_were_put_back_leave_in_turns_that_fit_into_memory(workers):
     worker = workers()
     source = worker.source(attempts=1)
-    insert_huge(worker, 100, compressible=True)
+    insert_huge(worker, 100)
     while batches := source.fetch(worker.limits()).batches:
         source.settle({lane: Receipt(refused=[(claim, "bad") for claim in each]) for lane, each in batches.items()})
     assert len(DeadLetters(worker.admin, "outbox").retry(Selection())) == 100

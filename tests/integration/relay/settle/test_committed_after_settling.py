@@ -11,7 +11,7 @@ from support import wait_until
 from takeover_support import LANES, Place, Worker, place
 
 from outbox.errors import OutboxError
-from relay.core.ports import Completed, DatabaseUnavailable, Fetched, LaneLocked, LaneLost, Sent, Unconfirmed
+from relay.core.ports import Completed, DatabaseUnavailable, Fetched, LaneLocked, LaneLost, Sent
 
 __all__ = ["place"]
 
@@ -199,35 +199,3 @@ def test_readers_do_not_wait_for_a_database_that_does_not_answer(place):
 
 _WAITING = """SELECT count(*) FROM pg_stat_activity
  WHERE datname = current_database() AND wait_event_type = 'Lock' AND application_name = 'test'"""
-
-
-def test_many_turns_of_which_every_few_are_taken_back(place):
-    worker = place.joined("a")
-    taken_back = 0
-    for turn in range(30):
-        place.add(5)
-        fetched = fetch(worker)
-        assert fetched.unconfirmed
-        sent = worker.publisher.publish(fetched.batches, Losing(worker, [turn % LANES] if turn % 5 == 4 else []))
-        taken_back += isinstance(sent, Unconfirmed)
-        if not isinstance(sent, Unconfirmed):
-            settle(worker, sent)
-        if sent.publisher_unusable:
-            worker.publisher.close()
-            worker.publisher = worker.new_publisher()
-            assert worker.join() == {}
-    assert taken_back == 6
-    worker.drain()
-    assert place.all_once()
-
-
-class Losing:
-    """``Source.confirm`` that says of some lanes, once they are settled, that they could not be."""
-
-    def __init__(self, worker: Worker, lanes: list[int]) -> None:
-        self.worker = worker
-        self.lanes = lanes
-
-    def __call__(self, deadline: float) -> Mapping[int, OutboxError]:
-        assert self.worker.source.confirm(deadline) == {}
-        return {lane: LaneLocked(lane) for lane in self.lanes}

@@ -127,7 +127,6 @@ LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[Invariant]]
     (a_turns_commit_is_late, never_suspicious, {Invariant.NO_DOUBLE}),
     (a_turns_commit_is_late, used_again, {Invariant.NO_DOUBLE}),
     (the_first_markers_commit_is_late, as_it_is, set()),
-    (the_first_markers_commit_is_late, never_suspicious, {Invariant.NO_DOUBLE}),
     (the_first_markers_commit_is_late, first_markers_unseen, {Invariant.NO_DOUBLE}),
 ]
 

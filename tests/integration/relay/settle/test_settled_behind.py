@@ -273,19 +273,6 @@ def test_a_lane_that_is_locked_meanwhile_is_settled_with_both_turns_later(box):
     assert kept == ((5, 5) if box.archive else (0, 0))
 
 
-def test_an_event_that_is_refused_in_the_second_turn_stays(box):
-    box.add(0, 1)
-    box.turn()
-    box.add(0, 0, 1)
-    fetched = box.fetch()
-    receipts = published(fetched.batches)
-    first, second = fetched.batches[0]
-    receipts[0] = Receipt(UnsettledBatch([first]), [(second, "too large")])
-    assert box.source.settle(receipts) == {}
-    assert box.source.flush([0, 1]) == {}
-    assert box.admin.execute("SELECT id FROM outbox.events").fetchall() == [(second.position,)]
-
-
 def test_what_ends_the_connection_meanwhile_is_said_by_settle(box):
     box.add(0, 1)
     box.turn()

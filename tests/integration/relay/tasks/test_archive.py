@@ -160,7 +160,9 @@ def test_old_rows_stay_deleted_though_a_partition_cannot_be_dropped(archive):
     archive.fill(-10, 2)
     with psycopg.connect(archive.url) as dump:
         dump.execute("LOCK TABLE outbox.published IN ACCESS SHARE MODE")
-        archive.retention().keep()
+        with capture_logs() as logs:
+            archive.retention().keep()
+        assert "lock timeout" in next(line["error"] for line in logs if "error" in line)
         assert (archive.partitions()["published_default"], old in archive.partitions()) == (0, True)
     archive.retention().keep()
     assert old not in archive.partitions()
@@ -396,17 +398,6 @@ def test_upkeep_that_can_not_be_done_is_said_once_a_day_and_is_no_error(archive)
     assert {line["log_level"] for line in logs} == {"warning"}
     assert "already exists" in logs[0]["error"]
     assert archive.partitions() == {"published_default": 1}
-
-
-def test_upkeep_does_not_wait_long_for_somebody_who_reads_the_archive(archive):
-    archive.partition(archive.day(-9), archive.day(-8))
-    with psycopg.connect(archive.url) as reader, capture_logs() as logs:
-        reader.execute("SELECT count(*) FROM outbox.published")
-        archive.retention().keep()
-    assert "lock timeout" in logs[0]["error"]
-    with capture_logs() as logs:
-        archive.retention().keep()
-    assert [line["event"] for line in logs] == ["archive kept"]
 
 
 def test_upkeep_waits_for_a_lock_for_less_time_than_a_relay_that_archives(archive):

@@ -107,7 +107,7 @@ async def test_written_cancelled_and_rescheduled_in_the_targets_transaction(targ
     assert look_up(url, "SELECT not_before FROM outbox.scheduled WHERE event_id = %s", first) == [(day,)]
 
 
-@each_driver
+@pytest.mark.parametrize("name", ["psycopg Cursor", "asyncpg Connection"])
 @on_target
 async def test_one_that_is_due_in_weeks_has_an_id_that_consumers_do_not_forget(target, outbox_postgres):
     """They forget ids by the day in them, by default two weeks later, and then take an event for a repeat."""
@@ -397,17 +397,14 @@ def test_what_is_moved_is_not_visited_by_the_next_statement(outbox_postgres, mov
 # With relays
 
 
-@pytest.mark.parametrize("source", ["polling", "wal"])
 def test_relays_publish_what_is_due_once_and_in_order_though_one_is_killed(
-    outbox_postgres, outbox_kafka, outbox_relay, order, wal, source
+    outbox_postgres, outbox_kafka, outbox_relay, order, wal
 ):
     """25,000 events of 500 keys become due while two relays publish others; the one that began is killed."""
     kind, topic = order
     url = outbox_postgres.url
-    settings = {"delivery": "exactly-once", "name": wal["name"], "relay__lease_seconds": 1.0}
-    if source == "wal":
-        to_wal(url, wal)
-        settings |= wal
+    settings = wal | {"delivery": "exactly-once", "relay__lease_seconds": 1.0}
+    to_wal(url, wal)
     writer = Outbox()
     with psycopg.connect(url) as connection:
         due = now() + dt.timedelta(seconds=1)

@@ -112,9 +112,8 @@ def test_events_without_a_receipt_come_again_before_what_was_read_ahead_and_a_sm
     assert sent == []
 
 
-@both
-def test_a_refused_event_takes_the_lane_to_the_table_from_what_was_read_ahead(outboxed, once):
-    box = in_the_stream(outboxed, once=once)
+def test_a_refused_event_takes_the_lane_to_the_table_from_what_was_read_ahead(outboxed):
+    box = in_the_stream(outboxed, once=True)
     box.kafka.bad = {"a2"}
     box.turn()
     assert ahead(box) == sorted(NAMES[4:8])
@@ -129,11 +128,10 @@ def test_a_refused_event_takes_the_lane_to_the_table_from_what_was_read_ahead(ou
     assert box.kafka.names("b") == box.written["b"]
 
 
-@both
-def test_an_event_that_is_announced_again_while_it_is_in_hand_is_not_sent_again(outboxed, once):
+def test_an_event_that_is_announced_again_while_it_is_in_hand_is_not_sent_again(outboxed):
     """Its row is still there when the rows are read ahead, and only because the turn is not settled."""
     box = outboxed()
-    box.relay(batch=1, once=once)
+    box.relay(batch=1, once=True)
     box.streams()
     before = box.given()
     box.add("a0")
@@ -150,9 +148,8 @@ def test_an_event_that_is_announced_again_while_it_is_in_hand_is_not_sent_again(
     box.nothing_left()
 
 
-@both
-def test_a_lane_that_is_lost_after_its_rows_were_read_ahead_publishes_none_of_them(outboxed, once):
-    box = in_the_stream(outboxed, once=once)
+def test_a_lane_that_is_lost_after_its_rows_were_read_ahead_publishes_none_of_them(outboxed):
+    box = in_the_stream(outboxed, once=True)
     box.turn()
     assert ahead(box) == sorted(NAMES[4:8])
     box.rows("UPDATE outbox.lanes SET epoch = epoch + 1, owner = 'another' RETURNING lane")
@@ -160,9 +157,8 @@ def test_a_lane_that_is_lost_after_its_rows_were_read_ahead_publishes_none_of_th
     assert box.kafka.names() == NAMES[:4]
 
 
-@both
-def test_a_connection_that_breaks_while_it_reads_ahead_loses_and_repeats_nothing(outboxed, once):
-    box = in_the_stream(outboxed, once=once)
+def test_a_connection_that_breaks_while_it_reads_ahead_loses_and_repeats_nothing(outboxed):
+    box = in_the_stream(outboxed, once=True)
     box.turn()
     assert box.source._stream_reader._ahead is not None
     box.rows("""

@@ -180,8 +180,7 @@ def test_a_lane_that_is_lost_is_the_only_one_to_stop(outboxed, monkeypatch, wher
     assert [gone.lease.lane for gone in box.held.take_let_go() if gone.lost] == [0]
 
 
-@both
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("once", "streamed"), [(True, False), (True, True), (False, True)])
 def test_a_lane_that_can_not_be_taken_over_does_not_hold_up_the_others(outboxed, monkeypatch, once, streamed):
     """Its rows wait in the table: more of them than the stream holds go by, and come once and in order when it is back.
 

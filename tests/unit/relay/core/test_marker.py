@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 
 import orjson
@@ -109,26 +110,6 @@ def test_a_marker_that_lacks_an_event_id_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last_batch", "batch"),
-    [
-        pytest.param(None, 1, id="killed after the first marker"),
-        pytest.param(None, 2, id="a failover lost all that was settled since"),
-        pytest.param(0, None, id="a lane that was added"),
-        pytest.param(8, 8, id="settled"),
-        pytest.param(7, 8, id="killed before settling"),
-        pytest.param(0, 1, id="killed before settling the first"),
-    ],
-)
-def test_a_lane_goes_on_from_its_marker(last_batch: int | None, batch: int | None) -> None:
-    marker = None if batch is None else _marker(batch)
-    assert resume(0, last_batch, marker, _HERE) == marker
-
-
-def test_a_lane_that_has_never_been_relayed_has_no_marker() -> None:
-    assert resume(0, None, None, _HERE) is None
-
-
-@pytest.mark.parametrize(
     ("last_batch", "batch", "reason"),
     [
         pytest.param(8, None, "holds no marker", id="state topic lost"),
@@ -170,15 +151,13 @@ def test_the_primary_from_before_a_failover_does_not_go_on(last_batch: int | Non
         resume(5, last_batch, marker, replace(_HERE, timeline=2))
 
 
-@settings(deadline=None)
-@given(last_batch=st.none() | st.integers(0, 20), batch=st.none() | st.integers(1, 20))
-def test_a_lane_goes_on_only_from_a_fresh_start_the_settled_batch_or_the_next(
-    last_batch: int | None, batch: int | None
-) -> None:
-    marker = None if batch is None else _marker(batch)
-    goes_on = batch in {None, 1, 2} if last_batch is None else (batch or 0) - last_batch in {0, 1}
-    try:
-        assert resume(0, last_batch, marker, _HERE) == marker
-        assert goes_on
-    except StateLost:
-        assert not goes_on
+@pytest.mark.parametrize("last_batch", [None, 0, 1, 2, 8])
+def test_a_lane_goes_on_only_from_a_fresh_start_the_settled_batch_or_the_next(last_batch: int | None) -> None:
+    """A lane that was added has 0. Without a settled batch it may have been killed, or have lost all in a failover."""
+    went_on = []
+    for batch in (None, *range(1, 12)):
+        marker = None if batch is None else _marker(batch)
+        with suppress(StateLost):
+            assert resume(0, last_batch, marker, _HERE) == marker
+            went_on.append(batch)
+    assert went_on == {None: [None, 1, 2], 0: [None, 1]}.get(last_batch, [last_batch, (last_batch or 0) + 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,16 +25,39 @@ LANES = 256
 
 
 class Table:
-    """Counts what a test says."""
+    """Counts what a test says, and notes in ``did`` what it is asked to do."""
 
     pauses = None
     next_due_seconds = None
 
-    def __init__(self, held: dict[str, int]) -> None:
-        self._distribution = LaneDistribution(held, lanes=LANES, free=0, total=LANES)
+    def __init__(self, held: dict[str, int], *, lanes: int = LANES, free: int = 0, lost: Sequence[Lease] = ()) -> None:
+        self._distribution = LaneDistribution(held, lanes=lanes, free=free, total=LANES)
+        self._lost = list(lost)
+        self.did: list[str] = []
+        self.released: list[Lease] = []
 
     def distribution(self, _next_due: object) -> LaneDistribution:
         return self._distribution
+
+    def acquire(self, count: int) -> list[Lease]:
+        self.did.append(f"take {count}")
+        return [Lease(lane, 1, 60.0, uptime()) for lane in range(count)]
+
+    def renew(self, _leases: object) -> Renewal:
+        self.did.append("renew")
+        return Renewal(self._lost)
+
+    def beat(self, *_obeyed: object) -> None:
+        self.did.append("beat")
+
+    def leave(self) -> None:
+        self.did.append("leave")
+
+    def forget_dead(self) -> None:
+        """None is dead."""
+
+    def release(self, leases: list[Lease], **_: object) -> None:
+        self.released += leases
 
 
 @pytest.fixture
@@ -68,9 +92,7 @@ def test_lanes_of_the_other_source_are_named_with_the_way_out_and_again_each_min
     monkeypatch.setattr(reports, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def tick(lanes: int) -> list[str]:
-        table = Table({"me": 0})
-        table._distribution = LaneDistribution({"me": 0}, lanes=lanes, free=0, total=LANES)
-        supervisor._balance(table)
+        supervisor._balance(Table({"me": 0}, lanes=lanes))
         return [check.text for check in supervisor.health().checks if check.name == "source"]
 
     way_out = "run relays with OUTBOX_SOURCE=wal, or `outbox relay switch polling`"
@@ -86,24 +108,11 @@ def test_lanes_of_the_other_source_are_named_with_the_way_out_and_again_each_min
 
 def test_a_relay_that_left_its_lanes_takes_them_again_when_no_other_one_is_alive(supervisor, monkeypatch) -> None:
     """Waiting for the rest of the minute, nothing would be published: the relay that has the lanes is gone."""
-    did: list[str] = []
-
-    class Lanes(Table):
-        def acquire(self, count: int) -> list[Lease]:
-            did.append(f"take {count}")
-            return []
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in {"beat", "leave", "renew"}:
-                raise AttributeError(name)
-            return lambda *_: did.append(name) or Renewal()
 
     def tick(held: dict[str, int], free: int) -> list[str]:
-        table = Lanes(held)
-        table._distribution = LaneDistribution(held, lanes=LANES, free=free, total=LANES)
-        did.clear()
+        table = Table(held, free=free)
         supervisor._balance(table)
-        return list(did)
+        return table.did
 
     supervisor._worker.loop.failing_since = time.monotonic() - 1000.0
     assert tick({"me": LANES, "other": 0}, 0) == ["leave"]
@@ -124,24 +133,10 @@ def test_a_relay_that_came_back_alone_and_publishes_nothing_leaves_its_lanes_at_
     monkeypatch.setattr(relay.supervisor, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     loop = supervisor._worker.loop
 
-    class Lanes(Table):
-        def acquire(self, count: int) -> list[Lease]:
-            return [Lease(lane, 1, 60.0, clock[0]) for lane in range(count)]
-
-        def release(self, *_: Any, **__: Any) -> None:
-            """All are free."""
-
-        beat = leave = release
-
-        def renew(self, _leases: object) -> Renewal:
-            return Renewal()
-
     def tick(held: dict[str, int], free: int, after_seconds: float = 1.0) -> int:
         """Return how many lanes it keeps."""
         clock[0] += after_seconds
-        table = Lanes(held)
-        table._distribution = LaneDistribution(held, lanes=LANES, free=free, total=LANES)
-        supervisor._balance(table)
+        supervisor._balance(Table(held, free=free))
         for lease in supervisor._held.leases:
             if lease.lane in supervisor._held.recalled:
                 supervisor._held.let_go(lease, clean=True)
@@ -174,16 +169,11 @@ def test_lanes_of_the_stream_are_left_together_when_all_they_published_is_settle
     loop = supervisor._worker.loop
     loop.failing_since = time.monotonic() - 1000.0
     lane = loop._lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(batch=1))
-    left: list[bool] = []
-
-    class Lanes(Table):
-        def leave(self) -> None:
-            left.append(True)
-
     for unsettled in (True, False):
         lane.unsettled = lane.unsettled if unsettled else NOTHING
-        supervisor._balance(Lanes({"me": LANES, "other": 0}))
-        assert bool(left) is not unsettled
+        table = Table({"me": LANES, "other": 0})
+        supervisor._balance(table)
+        assert ("leave" in table.did) is not unsettled
         assert len(supervisor._held.recalled) == (0 if unsettled else LANES)
 
 
@@ -192,62 +182,30 @@ def test_lanes_of_the_stream_are_left_when_no_session_can_be_had_to_settle_them(
     loop = supervisor._worker.loop
     loop.failing_since, loop.has_session = time.monotonic() - 1000.0, False
     loop._lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(batch=1))
-
-    class Lanes(Table):
-        def leave(self) -> None:
-            pass
-
-    supervisor._balance(Lanes({"me": LANES, "other": 0}))
+    supervisor._balance(Table({"me": LANES, "other": 0}))
     assert len(supervisor._held.recalled) == LANES
 
 
 def test_leases_that_could_not_be_renewed_in_time_are_tried_with_each_tick(supervisor) -> None:
     """The worker locks their rows when it settles, for as long as that has to wait."""
-    did: list[str] = []
-
-    class Lanes(Table):
-        def renew(self, _leases: object) -> Renewal:
-            did.append("renew")
-            return Renewal()
-
-        def beat(self, _obeyed: object) -> None:
-            did.append("beat")
-
-        def forget_dead(self) -> None:
-            pass
-
-    table = Lanes({"me": LANES})
+    table = Table({"me": LANES})
     supervisor._keep(table)
-    assert did == ["beat", "renew"]
+    assert table.did == ["beat", "renew"]
     supervisor._keep(table)
-    assert did == ["beat", "renew"]
+    assert table.did == ["beat", "renew"]
     supervisor._held.leases[0]._until = time.monotonic() + 15.0
     supervisor._keep(table)
     supervisor._keep(table)
-    assert did == ["beat", "renew", "renew", "renew"]
+    assert table.did == ["beat", "renew", "renew", "renew"]
 
 
 def test_a_lane_that_is_lost_counts_once_whether_a_turn_or_the_renewal_finds_it(supervisor) -> None:
     first, second, third = supervisor._held.leases[:3]
-    released: list[Lease] = []
-
-    class Lanes(Table):
-        def renew(self, _leases: object) -> Renewal:
-            return Renewal([first, second])
-
-        def beat(self, _obeyed: object) -> None:
-            pass
-
-        def forget_dead(self) -> None:
-            pass
-
-        def release(self, leases: list[Lease], clean: list[int]) -> None:
-            released.extend(leases)
 
     def count() -> float:
         return supervisor._components.meter._lost._value.get()
 
-    table = Lanes({"me": LANES})
+    table = Table({"me": LANES}, lost=[first, second])
     # As often as it is renewed before the loop lets go of it; and a turn finds one of them too.
     for _ in range(2):
         supervisor._renew(table)
@@ -256,9 +214,9 @@ def test_a_lane_that_is_lost_counts_once_whether_a_turn_or_the_renewal_finds_it(
     supervisor._held.let_go(second, clean=False, lost=True)
     supervisor._held.let_go(third, clean=True)
     supervisor._keep(table)
-    assert (count(), released) == (2, [third])
+    assert (count(), table.released) == (2, [third])
     # One that is taken again is not lost any more.
     supervisor._held.give([first])
     supervisor._held.let_go(first, clean=True)
     supervisor._keep(table)
-    assert (count(), released) == (2, [third, first])
+    assert (count(), table.released) == (2, [third, first])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -21,21 +19,6 @@ from relay.database import Connector, unavailable_on_error
 from relay.kafka import client, fencing
 from relay.kafka.producer import BatchProducer
 from relay.kafka.topics import Topics
-
-
-def test_a_sender_that_was_closed_is_gone_and_its_producer_with_it():
-    """Without waiting for the collector of rings: each failure of a lane makes a new producer, with its own threads."""
-    topics = Topics(OPTIONS, create=False)
-    gc.disable()
-    try:
-        sender = new_sender(topics)
-        sender.send({}, soon())
-        gone = weakref.ref(sender)
-        sender.close()
-        del sender
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 def failure_of(count: int, *, late: bool) -> Unavailable:
