@@ -83,7 +83,9 @@ def test_what_retention_can_not_have_deleted_is_missing(restored):
         names |= {known: (number, "known"), unknown: (number, "unknown")}
         columns, values = ", lane, id, created_at", ", 1, {}, now()"
         place = f", '{topics[-1]}', 0, 9"
-        restored.put("published", known, f'{columns}, topic, partition, "offset"', values.format(-2 * number - 2) + place)
+        restored.put(
+            "published", known, f'{columns}, topic, partition, "offset"', values.format(-2 * number - 2) + place
+        )
         # It was settled from a marker.
         restored.put("published", unknown, columns, values.format(-2 * number - 1))
     assert producer.flush(60) == 0
