@@ -12,8 +12,8 @@ import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline, an_id
 from confluent_kafka import Producer
-from reconcile_support import other_program
 from psycopg.conninfo import conninfo_to_dict
+from reconcile_support import other_program
 from rows_and_roles import bury, put
 from spans import relay
 from support import order, wait_until, write

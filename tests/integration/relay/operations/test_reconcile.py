@@ -304,7 +304,7 @@ def test_what_hangs_is_ended_for_good(hanging, monkeypatch):
 
 
 def test_a_lane_is_freed_whose_lease_lies_in_the_future(outbox):
-    """As after a clock that jumped back by a day. That a relay takes it then: tests/acceptance/runbooks/test_kafka.py."""
+    """As after a clock that jumped back by a day. A relay takes it then: tests/acceptance/runbooks/test_kafka.py."""
     outbox.run(
         "UPDATE outbox.lanes SET owner = 'killed', epoch = 7, transactional_id = 'x',"
         " lease_until = clock_timestamp() + interval '1 day' WHERE lane = 3"

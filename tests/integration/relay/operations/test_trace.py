@@ -1,4 +1,4 @@
-"""``outbox trace`` of events that left no row, where no route and no consumer names their topic; and what it passes over."""
+"""``outbox trace`` of events without a row, where no route and no consumer names their topic; what it passes over."""
 
 from __future__ import annotations
 
