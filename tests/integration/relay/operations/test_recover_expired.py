@@ -62,9 +62,9 @@ DELETED = (
     ([(0, 20)], 86_400_000, set()),
     ([(0, 20)], -1, set()),
 )
-"""Topics: their partitions with 20 records each, so many days old, of which the first ones were deleted; the retention in
-milliseconds; and what counts as expired of two events that were published a moment ago, one of them at an offset that is
-known: 9 of partition 0.
+"""Topics: their partitions with 20 records each, so many days old, of which the first ones were deleted; the retention
+in milliseconds; and what counts as expired of two events that were published a moment ago, one of them at an offset
+that is known: 9 of partition 0.
 """
 
 
