@@ -207,7 +207,7 @@ MUTANTS: Final = (
         "relay/audit/certificate.py",
         ' or values.get("previous") != before:',
         ":",
-        (f"{_RELAY}/audit/test_audit.py",),
+        (f"{_RELAY}/audit/test_certificate.py",),
     ),
     Mutant(
         "audit_counts_twice",

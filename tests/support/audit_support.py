@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from uuid import UUID
 
@@ -15,7 +16,7 @@ from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Producer, TopicPartiti
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka.admin import AdminClient
 from inbox_support import FAST, Running
-from rows_and_roles import execute
+from rows_and_roles import execute, login_role
 from spans import relay
 from support import drained, look_up, order, wait_until, write
 from typer.testing import CliRunner
@@ -25,6 +26,7 @@ from outbox import Event, Outbox
 from outbox.inbox import Consumer
 from relay.audit.findings import Scope
 from relay.audit.follow import Follower
+from relay.audit.ledger import turn_on
 from relay.cli.app import app
 from relay.config import load
 
@@ -55,6 +57,19 @@ class Pipeline:
 
     def kept_before(self) -> None:
         kept_before(self.database.url)
+
+    def keep_ledger(self) -> None:
+        """Turn the ledger on, as an hour ago."""
+        with psycopg.connect(self.database.url, autocommit=True) as connection:
+            turn_on(connection, "outbox", "to know")
+        self.run("UPDATE outbox.ledger_state SET since = since - interval '1 hour'")
+
+    @contextmanager
+    def operator(self) -> Iterator[dict[str, str]]:
+        """Give the environment of an operator who may see the groups."""
+        with psycopg.connect(self.database.url, autocommit=True) as admin, login_role(admin, "operator") as role:
+            self.command("db", "roles", f"operator={role}", f"consumer-monitor={role}", "--apply")
+            yield self.environment | {"OUTBOX_DATABASE_URL": self.database.url.replace("postgres@", f"{role}@")}
 
     def add(self, count: int = EVENTS, keys: int = 7, *, ago: int = 0) -> list[str]:
         """Write events whose ids are of so many seconds ago, and return the ids."""
@@ -114,9 +129,11 @@ class Pipeline:
         finally:
             running.end()
 
-    def relays(self, *words: str) -> None:
-        """Pause or resume."""
-        assert CliRunner().invoke(app, ["relay", *words], env=self.environment).exit_code == 0
+    def command(self, *words: str, status: int = 0) -> str:
+        """Run a command of ``outbox``; return what it printed."""
+        done = CliRunner().invoke(app, words, env=self.environment)
+        assert done.exit_code == status, (done.output, done.exception)
+        return done.output
 
     def rows(self, query: str) -> list[Any]:
         return look_up(self.database.url, query)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
+import psycopg
 import pytest
+from support import wait_until
 from typer.testing import CliRunner
 
 from outbox.testing.fixtures import token
@@ -42,6 +46,19 @@ class Shell:
 
     def query(self, text: str, *values: Any) -> list[tuple[Any, ...]]:
         return self.admin.execute(text, values or None).fetchall()
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read the slot meanwhile, as a relay does."""
+        look = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
+        with closing(psycopg.connect(self.url, autocommit=True, replication="database")) as connection:
+            connection.pgconn.send_query(
+                f"START_REPLICATION SLOT {self.slot} LOGICAL 0/0 "
+                "(proto_version '1', publication_names 'outbox_relay')".encode()
+            )
+            wait_until(lambda: self.query(look, self.slot) == [(True,)], 10, "the slot to be read")
+            yield
+        wait_until(lambda: self.query(look, self.slot) == [(False,)], 10, "the slot to be free")
 
     def slots(self) -> int:
         return self.query("SELECT count(*) FROM pg_replication_slots WHERE slot_name = %s", self.slot)[0][0]

@@ -10,6 +10,7 @@ import psycopg
 import pytest
 from hypothesis import strategies as st
 from page_support import PageRun
+from rows_and_roles import bury
 
 from outbox import Event, Outbox
 from outbox.consumer import kafka_admin
@@ -69,12 +70,7 @@ def failure(url: str) -> str:
     """Write an event and make it a dead letter, as a relay would. Returns its id."""
     with psycopg.connect(url) as connection:
         event_id = str(Outbox().add(connection, Event("Order", "o1", "T", {"card": SECRET}, headers={"h": SECRET})))
-        connection.execute(
-            "WITH gone AS (DELETE FROM outbox.events RETURNING *) INSERT INTO outbox.dead_letters (lane, id, event_id, "
-            "aggregate_type, aggregate_id, event_type, payload, headers, created_at, attempts, last_error, "
-            "first_failed_at) SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, headers, "
-            "created_at, 3, 'refused', now() FROM gone"
-        )
+        bury(connection)
     return event_id
 
 

@@ -28,6 +28,17 @@ from relay.kafka.state_topic import StateTopic
 from relay.operations.hidden_events import abort_hanging
 
 
+def other_program(kafka: Any, topic: str, *partitions: int, **record: Any) -> Producer:
+    """Return a producer that is no relay's, with a transaction open in these partitions."""
+    other = Producer({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": f"other of {topic}"})
+    other.init_transactions(60)
+    other.begin_transaction()
+    for partition in partitions:
+        other.produce(topic, b"{}", partition=partition, **record)
+    assert other.flush(30) == 0
+    return other
+
+
 class Outbox:
     """A database, a Kafka and a name; written to and read from past the relay."""
 
@@ -166,14 +177,7 @@ class Hanging(Outbox):
 
     def other_program(self, topic: str, partition: int) -> Producer:
         """Return a producer that is no relay's, with a transaction open in this partition."""
-        other = Producer(
-            {"bootstrap.servers": self.kafka.bootstrap_servers, "transactional.id": self.kafka.name("other")}
-        )
-        other.init_transactions(60)
-        other.begin_transaction()
-        other.produce(topic, b"{}", b"key", partition=partition)
-        assert other.flush(30) == 0
-        return other
+        return other_program(self.kafka, topic, partition, key=b"key")
 
     def hang(self, state: bool = True) -> None:
         transaction = HangingTransaction(self.kafka.bootstrap_servers, self.id)

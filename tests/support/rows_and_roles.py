@@ -70,6 +70,31 @@ def put(where: str | psycopg.Connection[Any], table: str, **columns: Any) -> dic
         return row
 
 
+def bury(where: str | psycopg.Connection[Any], *event_ids: str, table: str = "events", held: bool = False) -> None:
+    """Make dead letters of events in a table of the outbox, as a relay would: of these, or of all.
+
+    held   their keys wait for an operator, as with `block`.
+    """
+    if isinstance(where, str):
+        with psycopg.connect(where) as connection:
+            return bury(connection, *event_ids, table=table, held=held)
+    columns = (
+        "lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at"
+    )
+    chosen = "event_id = ANY(%s::uuid[])" if event_ids else "%s::uuid[] IS NOT NULL"
+    where.execute(
+        f"WITH gone AS (DELETE FROM outbox.{table} WHERE {chosen} RETURNING *) INSERT INTO outbox.dead_letters "
+        f"({columns}, attempts, last_error, first_failed_at) SELECT {columns}, 3, 'refused', now() FROM gone".encode(),
+        ([*event_ids],),
+    )
+    if held:
+        where.execute(
+            "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, attempts, "
+            "last_error, now(), now(), 'infinity' FROM outbox.dead_letters"
+        )
+    return None
+
+
 def old_partition(connection: psycopg.Connection[Any], schema: str, table: str, days: int) -> None:
     """Make a partition of a day so many days ago, "old_partition"."""
     ((first, last),) = connection.execute(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline, pipeline
 from support import order
 
 from relay.audit.comparison import _Comparison
-from relay.audit.ledger import turn_on
 from relay.audit.topics import Topics
 
 __all__ = ["order", "pipeline"]
@@ -97,9 +95,7 @@ def test_what_the_archive_deletes_meanwhile_is_not_unknown(pipeline, monkeypatch
 
 
 def test_what_the_ledger_deletes_meanwhile_is_not_unknown(pipeline, monkeypatch):
-    with psycopg.connect(pipeline.database.url, autocommit=True) as connection:
-        turn_on(connection, "outbox", "to know")
-    pipeline.run("UPDATE outbox.ledger_state SET since = since - interval '1 hour'")
+    pipeline.keep_ledger()
     pipeline.sent()
     assert states(pipeline) == {"equal"}
     real = _Comparison.run

@@ -12,7 +12,9 @@ import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline, an_id
 from confluent_kafka import Producer
-from rows_and_roles import login_role, put
+from psycopg.conninfo import conninfo_to_dict
+from reconcile_support import other_program
+from rows_and_roles import bury, put
 from spans import relay
 from support import order, wait_until, write
 from typer.testing import CliRunner
@@ -33,9 +35,7 @@ __all__ = ["order"]
 def ledger(outbox_postgres, outbox_kafka, order) -> Pipeline:
     """A pipeline whose relay does not run yet, and whose ledger has been on for an hour."""
     pipeline = Pipeline(outbox_postgres, outbox_kafka, *order)
-    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
-        turn_on(connection, "outbox", "to know")
-    pipeline.run("UPDATE outbox.ledger_state SET since = since - interval '1 hour'")
+    pipeline.keep_ledger()
     pipeline.kept_before()
     return pipeline
 
@@ -57,11 +57,11 @@ def test_an_event_that_was_deleted_before_it_was_published(ledger, archive_days)
         assert (status, found["differences"]) == (0, [])
         assert sum(one["committed"] for one in found["windows"]) == EVENTS
         assert {one["state"] for one in found["windows"]} == {"equal"}
-        ledger.relays("pause", "--reason", "a test")
+        ledger.command("relay", "pause", "--reason", "a test")
         more = written(ledger, 3)
         assert ledger.differences(*topic) == []
         ledger.run(f"DELETE FROM outbox.events WHERE event_id = '{more[1]}'")
-        ledger.relays("resume")
+        ledger.command("relay", "resume")
         ledger.published()
         assert ledger.differences(*topic) == [("missing", None)]
         [one] = ledger.audit(*topic)[1]["differences"]
@@ -169,7 +169,7 @@ def test_a_former_topic_of_a_hundred_thousand_events_beside_another_outbox(ledge
     ledger.run("DELETE FROM outbox.published")
     monkeypatch.setenv("OUTBOX_SCHEMA", "neighbour")
     for words in (["db", "upgrade"], ["db", "ledger", "on"]):
-        assert CliRunner().invoke(app, words, env=ledger.environment).exit_code == 0
+        ledger.command(*words)
     monkeypatch.delenv("OUTBOX_SCHEMA")
     moved, other = (ledger.kafka.create_topic(ledger.kafka.name(name).lower(), 1) for name in ("moved", "other"))
     options = {"bootstrap.servers": ledger.kafka.bootstrap_servers, "queue.buffering.max.messages": 300_000}
@@ -212,16 +212,15 @@ def test_a_former_topic_of_a_hundred_thousand_events_beside_another_outbox(ledge
 
 
 @pytest.mark.parametrize(
-    ("retention", "differences"),
+    ("retention", "differences", "meanwhile"),
     [
-        ({}, [("missing", None)]),
-        ({"retention.ms": "-1"}, [("missing", None)]),
+        ({}, [("missing", None)], False),
+        ({"retention.ms": "-1"}, [("missing", None)], True),
         # Of those ten minutes ago some may be gone.
-        ({"retention.ms": "300000"}, []),
-        ({"retention.bytes": "1000000000"}, []),
+        ({"retention.ms": "300000"}, [], True),
+        ({"retention.bytes": "1000000000"}, [], False),
     ],
 )
-@pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_partition_that_retention_has_emptied_hides_no_loss(ledger, monkeypatch, retention, differences, meanwhile):
     ledger.run("DELETE FROM outbox.published")
     ledger.kind = ledger.kafka.name("Quiet")
@@ -294,19 +293,14 @@ def test_what_relays_and_operators_insert_and_delete_is_known(ledger):
     written(ledger)
     with relay(ledger.database, ledger.kafka, relay__archive_days=1):
         ledger.published()
-        assert CliRunner().invoke(app, ["replay", "--all", "--yes"], env=ledger.environment).exit_code == 0
+        ledger.command("replay", "--all", "--yes")
         ledger.published()
     # Two dead letters, one of which is discarded and one retried.
     dead = written(ledger, 2)
-    ledger.run(
-        "WITH gone AS (DELETE FROM outbox.events RETURNING *) INSERT INTO outbox.dead_letters "
-        "SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, "
-        "created_at, 1, 'no', now() FROM gone"
-    )
+    bury(ledger.database.url)
     assert ledger.differences() == []
-    for action, event_id in (("discard", dead[0]), ("retry", dead[1])):
-        words = ["dead-letters", action, event_id, *(["--reason", "known"] if action == "discard" else [])]
-        assert CliRunner().invoke(app, words, env=ledger.environment).exit_code == 0
+    for words in (("discard", dead[0], "--reason", "known"), ("retry", dead[1])):
+        ledger.command("dead-letters", *words)
         assert ledger.differences() == []
     with relay(ledger.database, ledger.kafka, relay__archive_days=1):
         ledger.published()
@@ -327,7 +321,7 @@ def test_it_is_added_up_and_its_old_rows_are_deleted(ledger):
         "SELECT aggregate_type, minute, sum(events), mod(sum(hashes), 2::numeric ^ 128) "
         "FROM outbox.ledger WHERE minute > extract(epoch FROM now()) / 60 - 1000 GROUP BY 1, 2"
     )
-    assert CliRunner().invoke(app, ["db", "prune"], env=ledger.environment).exit_code == 0
+    ledger.command("db", "prune")
     after = ledger.rows("SELECT aggregate_type, minute, events, hashes FROM outbox.ledger")
     assert sorted(after) == sorted(before)
 
@@ -429,10 +423,8 @@ def test_an_audit_says_why_a_ledger_that_is_there_is_not_used(ledger, monkeypatc
     since = "UPDATE outbox.ledger_state SET since = since {} interval '1 day'"
     [note] = then(since.format("+"), since.format("-"))
     assert re.fullmatch(rf"the ledger is kept since .+, which is still to come by the database's clock; {again}", note)
-    with psycopg.connect(ledger.database.url, autocommit=True) as admin, login_role(admin, "operator") as role:
-        kinds = (f"operator={role}", f"consumer-monitor={role}")
-        assert CliRunner().invoke(app, ["db", "roles", *kinds, "--apply"], env=ledger.environment).exit_code == 0
-        theirs = ledger.environment | {"OUTBOX_DATABASE_URL": ledger.database.url.replace("postgres@", f"{role}@")}
+    with ledger.operator() as theirs:
+        role = conninfo_to_dict(theirs["OUTBOX_DATABASE_URL"])["user"]
         monkeypatch.setattr(Pipeline, "environment", theirs)
         assert notes() == []
         grant = f"SELECT ON outbox.ledger_state {{}} {role}"
@@ -465,11 +457,7 @@ def test_while_a_transaction_hides_a_part_a_minute_that_differs_is_open(ledger):
     ledger.run(f"DELETE FROM outbox.events WHERE event_id = '{ids[1]}'")
     with relay(ledger.database, ledger.kafka):
         ledger.published()
-    producer = Producer({"bootstrap.servers": ledger.kafka.bootstrap_servers, "transactional.id": ledger.topic})
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    producer.produce(ledger.topic, b"of another program")
-    assert producer.flush(30) == 0
+    producer = other_program(ledger.kafka, ledger.topic, 0)
     status, found = ledger.audit("--topic", ledger.topic)
     assert (status, found["differences"], {one["state"] for one in found["windows"]}) == (0, [], {"open"})
     producer.abort_transaction(30)

@@ -10,19 +10,15 @@ from typing import Any
 import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline, an_id, pipeline
-from confluent_kafka import Producer
 from plans import nodes
 from psycopg import sql
-from rows_and_roles import login_role
+from reconcile_support import other_program
 from support import order
-from typer.testing import CliRunner
 
 from outbox import Event, Outbox
 from relay.audit import transactions
-from relay.audit.ledger import turn_on
 from relay.audit.sums import minute_of
 from relay.audit.tables import _SCHEDULED, Tables
-from relay.cli.app import app
 from relay.kafka.routing import Router
 
 __all__ = ["order", "pipeline"]
@@ -42,9 +38,7 @@ def certified(pipeline: Pipeline, file: Path) -> tuple[set[str], int]:
 def test_the_minute_of_a_scheduled_event_is_open_until_it_is_published(pipeline, tmp_path, counted):
     """Its id keeps the minute in which it was scheduled. The ledger counts it once it is due."""
     if counted:
-        with psycopg.connect(pipeline.database.url, autocommit=True) as connection:
-            turn_on(connection, "outbox", "to know")
-        pipeline.run("UPDATE outbox.ledger_state SET since = since - interval '1 hour'")
+        pipeline.keep_ledger()
     # In the middle of a minute.
     ago = int(1200 + time.time() % 60 - 30)
     pipeline.add(EVENTS, ago=ago)
@@ -59,8 +53,7 @@ def test_the_minute_of_a_scheduled_event_is_open_until_it_is_published(pipeline,
     assert any("1 event scheduled" in note for note in found["notes"])
     pipeline.due()
     assert certified(pipeline, file) == ({"equal"}, EVENTS + 2)
-    verify = CliRunner().invoke(app, ["audit", "verify", str(file)], env=pipeline.environment)
-    assert verify.exit_code == 0, verify.output
+    pipeline.command("audit", "verify", str(file))
     # A loss is found, whatever else of its minute is scheduled.
     pipeline.schedule(ago=1200)
     pipeline.run(f"UPDATE outbox.published SET payload = '[]' WHERE event_id = '{event_id}'")
@@ -91,10 +84,7 @@ def test_a_transaction_that_is_open_may_bring_events_of_a_minute(pipeline, tmp_p
     monkeypatch.setattr(transactions, "_WAIT_SECONDS", 1.0)
     pipeline.sent()
     file = tmp_path / "certificate"
-    with psycopg.connect(pipeline.database.url, autocommit=True) as admin, login_role(admin, "operator") as role:
-        kinds = (f"operator={role}", f"consumer-monitor={role}")
-        assert CliRunner().invoke(app, ["db", "roles", *kinds, "--apply"], env=pipeline.environment).exit_code == 0
-        theirs = pipeline.environment | {"OUTBOX_DATABASE_URL": pipeline.database.url.replace("postgres@", f"{role}@")}
+    with pipeline.operator() as theirs:
         with psycopg.connect(pipeline.database.url) as writer:
             Outbox().add(writer, Event(pipeline.kind, "key", "Placed", {}, event_id=an_id(0)))
             assert certified(pipeline, file) == ({"equal"}, EVENTS)
@@ -127,9 +117,7 @@ def test_a_certificate_of_which_nothing_is_left_is_not_verified(pipeline, tmp_pa
     for partition in pipeline.ends():
         pipeline.cut(partition)
     pipeline.run("DELETE FROM outbox.published")
-    verify = CliRunner().invoke(app, ["audit", "verify", str(file)], env=pipeline.environment)
-    assert verify.exit_code == 1, verify.output
-    assert "windows can be compared" in verify.output
+    assert "windows can be compared" in pipeline.command("audit", "verify", str(file), status=1)
 
 
 def notes(pipeline: Pipeline) -> Any:
@@ -145,7 +133,7 @@ def test_the_last_minutes_are_open(pipeline, tmp_path):
 
 def test_an_event_that_is_published_and_not_settled_yet(pipeline, tmp_path):
     ids = pipeline.sent()
-    pipeline.relays("pause", "--reason", "a test")
+    pipeline.command("relay", "pause", "--reason", "a test")
     pipeline.run(
         "WITH back AS (DELETE FROM outbox.published WHERE event_id = '" + ids[3] + "' RETURNING *) "
         "INSERT INTO outbox.events (id, event_id, aggregate_type, aggregate_id, event_type, payload, headers, "
@@ -159,13 +147,7 @@ def test_an_event_that_is_published_and_not_settled_yet(pipeline, tmp_path):
 
 def test_what_an_open_transaction_hides_on_kafka(pipeline, tmp_path):
     """Another program's, in front of events that were acknowledged."""
-    kafka = {"bootstrap.servers": pipeline.kafka.bootstrap_servers, "transactional.id": pipeline.topic}
-    producer = Producer(kafka)
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    for part in range(3):
-        producer.produce(pipeline.topic, b"x", partition=part)
-    assert producer.flush(30) == 0
+    producer = other_program(pipeline.kafka, pipeline.topic, *range(3))
     pipeline.sent()
     assert certified(pipeline, tmp_path / "certificate") == ({"open"}, 0)
     assert sum(one["waiting"] for one in pipeline.audit()[1]["windows"]) == EVENTS

@@ -1,4 +1,4 @@
-"""`outbox web --open`: what the browser is given, and what stays behind of it."""
+"""`outbox web`: it serves the page until a signal; with `--open`, what the browser is given and what stays behind."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.request import HTTPCookieProcessor, build_opener, url2pathname
 
 from page_access import environment, serve
 
-from outbox.sandbox._process import patience
 from relay.page import security
 
 __all__ = ["environment", "serve"]
@@ -29,34 +29,48 @@ def token_of(link: str) -> str:
     return urlsplit(link).query.removeprefix("token=")
 
 
-def test_open_leaves_no_token_behind(environment, tmp_path):
+def test_the_command_opens_the_page_serves_it_until_it_is_told_to_end_and_leaves_no_token_behind(environment, tmp_path):
     browser, given = tmp_path / "browser", tmp_path / "given"
     browser.write_text(BROWSER)
     browser.chmod(0o700)
     os.mkfifo(given)
-    with subprocess.Popen(
+    process = subprocess.Popen(
         [Path(sys.executable).with_name("outbox"), "web", "--open", "--address", "127.0.0.1:0"],
         env=os.environ | {"DISPLAY": ":0", "BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            printed = process.stdout.readline()
-            arguments = given.read_text()
-            token = token_of(printed.split()[-1])
-            assert len(token) > 20
-            file = Path(url2pathname(urlsplit(arguments).path))
-            assert file.stat().st_mode & 0o077 == 0
-            (link,) = re.findall(r"url=([^\"]+)", file.read_text())
-            link = html.unescape(link)
-            assert link.partition("?")[0] == printed.split()[-1].partition("?")[0]
-            # What the browser's history has is not the token, which is valid until the page ends.
-            assert token_of(link) != token
-            assert not any(one in arguments for one in (token, token_of(link)))
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(20 * patience())
+    )
+    try:
+        assert process.stdout is not None
+        link = process.stdout.readline().removeprefix("the page is at ").strip()
+        token, address = token_of(link), link.partition("/?")[0]
+        assert len(token) > 20
+        arguments = given.read_text()
+        file = Path(url2pathname(urlsplit(arguments).path))
+        assert file.stat().st_mode & 0o077 == 0
+        (opened,) = map(html.unescape, re.findall(r"url=([^\"]+)", file.read_text()))
+        assert opened.partition("/?")[0] == address
+        # What the browser's history has is not the token, which is valid until the page ends.
+        assert token_of(opened) != token
+        assert not any(one in arguments for one in (token, token_of(opened)))
+        client = build_opener(HTTPCookieProcessor())
+        client.open(link, timeout=60).close()
+        with client.open(f"{address}/", timeout=60) as answer:
+            assert "Overview" in answer.read().decode()
+        # A live connection does not keep it from ending.
+        with client.open(f"{address}/live", timeout=60) as live:
+            live.readline()
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - began < 30
+    finally:
+        process.kill()
+        process.communicate()
+    # Whoever reads the log has no key to the page.
+    assert ("Traceback" in errors, token in errors) == (False, False), errors
+    assert process.returncode in {0, -signal.SIGTERM}
 
 
 def test_a_link_to_open_is_valid_once_and_soon(serve, monkeypatch):

@@ -22,7 +22,6 @@ from prometheus_client import CollectorRegistry
 from psycopg import sql
 from rows_and_roles import login_role
 from support import IMPATIENT, wait_until
-from typer.testing import CliRunner
 
 from outbox.consumer.admin import status
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -30,7 +29,6 @@ from outbox.consumer.progress import LETTERS
 from outbox.consumer.statements import statement
 from outbox.errors import SchemaError
 from outbox.sandbox._ports import free_ports
-from relay.cli.app import app
 from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
 from relay.metrics import groups
 from relay.metrics.groups import GroupLags, GroupWatch
@@ -45,11 +43,13 @@ def shown(address: str, name: str) -> dict[tuple[str, ...], float]:
 
 
 def test_a_group_whose_consumer_is_killed_for_good(outbox_postgres, outbox_kafka, outbox_relay, tmp_path):
-    """Its lag is shown by whatever relay holds the first lane, and the alert lasts until the group is forgotten."""
+    """Its lag and its dead letter are shown by whatever relay holds the first lane, as no consumer runs that could show
+    them; the alerts last until the letter is discarded, and until the group is forgotten.
+    """
     log = Log(outbox_postgres, outbox_kafka, partitions=2)
-    member = log.process(tmp_path, "member")
-    log.produce([f"k{n}" for n in range(20)])
-    wait_until(lambda: log.count() == 20, 60, "the messages to be applied")
+    member = log.process(tmp_path, "member", rejects="k57")
+    log.produce([f"k{n}" for n in range(200)])
+    wait_until(lambda: log.count() == 199 and log.letters(), 60, "the messages to be applied")
     member.signal(signal.SIGKILL)
     assert member.wait() == -signal.SIGKILL
     for part in (0, 1):
@@ -70,6 +70,10 @@ def test_a_group_whose_consumer_is_killed_for_good(outbox_postgres, outbox_kafka
     def lag(address: str) -> bool:
         return shown(address, "lag_messages") == {(log.group, log.topic): 14}
 
+    def operate(*words: str) -> None:
+        done = log.command(*words)
+        assert done.exit_code == 0, done.output
+
     first = start(addresses[0])
     wait_until(lambda: lag(addresses[0]), 60, "the lag")
     assert set(shown(addresses[0], "wait_seconds")) == {(log.group, part, log.topic) for part in "01"}
@@ -86,38 +90,17 @@ def test_a_group_whose_consumer_is_killed_for_good(outbox_postgres, outbox_kafka
     wait_until(lambda: lag(addresses[1]), 60, "the lag at the other relay")
     wait_until(lambda: min(shown(addresses[1], "wait_seconds").values()) > 0, 60, "the messages to wait there")
     assert ("ConsumerGone", "orders") in firing_by_outbox(scraped(addresses[1]), later=660.0)
-    settings = {"OUTBOX_DATABASE_URL": outbox_postgres.url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": log.servers}
-    forget = ["offsets", "forget", log.group, "--topic", log.topic, "--reason", "gone for good"]
-    done = CliRunner().invoke(app, forget, env=settings)
-    assert done.exit_code == 0, done.output
+    wait_until(lambda: shown(addresses[1], "dead_letters") == {(log.group,): 1}, 60, "the dead letter")
+    assert ("ConsumerDeadLetters", "orders") in firing_by_outbox(scraped(addresses[1]))
+    assert shown(addresses[1], "calls_stuck") == shown(addresses[1], "losses") == {(log.group,): 0}
+    (letter,) = log.letters()
+    operate("dead-letters", "discard", "--side", "consumer", str(letter["id"]), "--reason", "a test")
+    wait_until(lambda: shown(addresses[1], "dead_letters") == {(log.group,): 0}, 60, "it to be discarded")
+    assert "ConsumerDeadLetters" not in firing(scraped(addresses[1]))
+    operate("offsets", "forget", log.group, "--topic", log.topic, "--reason", "gone for good")
     wait_until(lambda: shown(addresses[1], "lag_messages") == {}, 60, "the group to be forgotten")
     assert shown(addresses[1], "wait_seconds") == {}
     assert "ConsumerGone" not in firing(scraped(addresses[1]), later=660.0)
-
-
-def test_the_dead_letter_of_an_inbox_that_is_killed(outbox_postgres, outbox_kafka, outbox_relay, tmp_path):
-    """The relay shows it, and the alert fires, until it is discarded: no consumer runs that could show it."""
-    log = Log(outbox_postgres, outbox_kafka, partitions=2)
-    member = log.process(tmp_path, "member", rejects="k57")
-    log.produce([f"k{n}" for n in range(200)])
-    wait_until(lambda: log.count() == 199 and log.letters(), 60, "the messages to be applied")
-    member.signal(signal.SIGKILL)
-    assert member.wait() == -signal.SIGKILL
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    outbox_relay(
-        program=IMPATIENT,
-        name="orders",
-        kafka__bootstrap_servers=log.servers,
-        relay__metrics_address=address,
-    )
-    wait_until(lambda: shown(address, "dead_letters") == {(log.group,): 1}, 60, "the dead letter")
-    assert ("ConsumerDeadLetters", "orders") in firing_by_outbox(scraped(address))
-    assert shown(address, "calls_stuck") == shown(address, "losses") == {(log.group,): 0}
-    (letter,) = log.letters()
-    done = log.command("dead-letters", "discard", "--side", "consumer", str(letter["id"]), "--reason", "a test")
-    assert done.exit_code == 0, done.output
-    wait_until(lambda: shown(address, "dead_letters") == {(log.group,): 0}, 60, "it to be discarded")
-    assert "ConsumerDeadLetters" not in firing(scraped(address))
 
 
 class Watched:

@@ -72,20 +72,17 @@ CONSUMER: Samples = {
 # The relay sees these whether their consumers run or not.
 OF_INBOX = '{group="inbox",topic="t",partition="0"}'
 GROUPS: Samples = {
-    'outbox_group_lag_messages{group="g",topic="t"}': 5,
-    f"outbox_group_wait_seconds{OF_PARTITION}": 5,
-    'outbox_group_last_progress_timestamp_seconds{group="g"}': NOW,
-    'outbox_group_dead_letters{group="g"}': 0,
-    'outbox_group_calls_stuck{group="g"}': 0,
-    'outbox_group_calls_overdue_seconds{group="g"}': 60,
-    'outbox_group_losses{group="g"}': 0,
-    'outbox_group_lag_messages{group="inbox",topic="t"}': 5,
-    f"outbox_group_wait_seconds{OF_INBOX}": 5,
-    'outbox_group_last_progress_timestamp_seconds{group="inbox"}': NOW,
-    'outbox_group_dead_letters{group="inbox"}': 0,
-    'outbox_group_calls_stuck{group="inbox"}': 0,
-    'outbox_group_calls_overdue_seconds{group="inbox"}': 60,
-    'outbox_group_losses{group="inbox"}': 0,
+    series: value
+    for group in ("g", "inbox")
+    for series, value in {
+        f'outbox_group_lag_messages{{group="{group}",topic="t"}}': 5,
+        f'outbox_group_wait_seconds{{group="{group}",topic="t",partition="0"}}': 5,
+        f'outbox_group_last_progress_timestamp_seconds{{group="{group}"}}': NOW,
+        f'outbox_group_dead_letters{{group="{group}"}}': 0,
+        f'outbox_group_calls_stuck{{group="{group}"}}': 0,
+        f'outbox_group_calls_overdue_seconds{{group="{group}"}}': 60,
+        f'outbox_group_losses{{group="{group}"}}': 0,
+    }.items()
 }
 HEALTHY: Samples = RELAY | STATE | GROUPS | CONSUMER
 

@@ -9,7 +9,6 @@ import datetime as dt
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 
 import psycopg
 import pytest
@@ -25,7 +24,7 @@ from confluent_kafka.admin import (
 )
 from doctor_support import found, groups, settings
 from psycopg.conninfo import conninfo_to_dict
-from rows_and_roles import NOW, execute, login_role, put
+from rows_and_roles import NOW, execute, login_role, put, roles
 from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -38,6 +37,8 @@ from relay.operations.doctor import examine
 from relay.operations.roles import RoleKind, grants
 from relay.operations.wal_setup import Cdc
 from relay.wal.slot import SlotNames
+
+__all__ = ["roles"]
 
 
 def test_who_could_pose_as_the_relay(outbox_postgres, outbox_kafka):
@@ -121,21 +122,6 @@ def test_what_is_found_is_kept_where_another_topic_may_not_be_read(outbox_postgr
     assert traced() == ([own], False, [why])
 
 
-@pytest.fixture
-def roles(outbox_postgres):
-    """Makes a role of a kind, with the grants of `outbox db roles`, and gives the URL with which it logs in."""
-    with ExitStack() as stack:
-        admin = stack.enter_context(outbox_postgres.connect(autocommit=True))
-
-        def make(kind: RoleKind) -> str:
-            role = stack.enter_context(login_role(admin, kind))
-            for statement in grants([(kind, role)], "outbox", "consumer", wal=True):
-                admin.execute(statement)
-            return outbox_postgres.url.replace("postgres@", f"{role}@")
-
-        yield make
-
-
 @pytest.mark.parametrize(
     ("kind", "how"), [(RoleKind.RELAY, "polling, exactly-once"), (RoleKind.OPERATOR, "polling"), (RoleKind.PAGE, "wal")]
 )
@@ -158,7 +144,7 @@ def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgr
             admin.execute("UPDATE outbox.lanes SET streaming = true")
         put(admin, "outbox.events", created_at=NOW - dt.timedelta(minutes=10))
         as_owner = {one.about: one for one in examine(given)}
-        given = given.model_copy(update={"database_url": roles(kind)})
+        given = given.model_copy(update={"database_url": roles.of(kind, "--wal")})
         as_role = {one.about: one for one in examine(given)}
     denied = {about for about, one in as_role.items() if "this role lacks a right" in one.found}
     assert denied == {"consumers", "losses", "calls", "remembered ids"}
@@ -177,7 +163,7 @@ def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgr
 
 def test_a_consumers_role_sees_the_groups(outbox_postgres, outbox_kafka, roles):
     groups(outbox_postgres, sums="Dedup")
-    given = settings(outbox_postgres, outbox_kafka, relay={"sink_url": roles(RoleKind.CONSUMER)})
+    given = settings(outbox_postgres, outbox_kafka, relay={"sink_url": roles.of(RoleKind.CONSUMER)})
     findings = {finding.about: finding for finding in examine(given)}
     assert findings["guarantee of group sums"].level is Level.OK
     assert not [one for one in findings.values() if "this role lacks a right" in one.found]
@@ -187,7 +173,7 @@ def test_one_missing_right_leaves_out_one_check(outbox_postgres, outbox_kafka, r
     given = settings(outbox_postgres, outbox_kafka, relay={"sink_url": outbox_postgres.url})
     groups(outbox_postgres, sums="Dedup")
     for table, about in (("failures", "failures without an event"), ("streams", "source")):
-        url = roles(RoleKind.OPERATOR)
+        url = roles.of(RoleKind.OPERATOR)
         execute(outbox_postgres.url, f"REVOKE SELECT ON outbox.{table} FROM {conninfo_to_dict(url)['user']}")
         findings = {one.about: one for one in examine(given.model_copy(update={"database_url": url}))}
         assert f"permission denied for table {table}" in findings[about].found

@@ -9,6 +9,7 @@ from uuid import UUID
 
 import psycopg
 import pytest
+from plans import nodes
 from psycopg import sql
 
 from outbox import Event, Outbox
@@ -91,9 +92,9 @@ def test_waiting_events_of_256_lanes_come_newest_first(connection):
         connection.execute(KEEP_TO_THE_INDEX, {"local": True})
         query = sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON) ") + sql.SQL(event_search._WAITING).format(**search._names)
         ((plan,),) = connection.execute(query, {"id": max(ids), "type": None, "limit": 11}).fetchall()
-    nodes = list(each(plan[0]["Plan"]))
-    assert not [node for node in nodes if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "events"]
-    (read,) = [node for node in nodes if node.get("Relation Name") == "events"]
+    found = nodes(plan[0]["Plan"])
+    assert not [node for node in found if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "events"]
+    (read,) = [node for node in found if node.get("Relation Name") == "events"]
     assert 0 < read["Actual Rows"] * read["Actual Loops"] <= LANES * 11
     # While somebody turns the pages, relays publish and services write: what stays is still shown once.
     first = search.page(EventState.WAITING, limit=100)
@@ -104,12 +105,6 @@ def test_waiting_events_of_256_lanes_come_newest_first(connection):
     assert all(row["id"] % 2 for row in second.rows)
     types = {row["aggregate_type"]: row["events"] for row in search.waiting_types()}
     assert (types.keys(), sum(types.values())) == ({"Order", "Rare"}, EVENTS // 2 + 1_000)
-
-
-def each(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield node
-    for inner in node.get("Plans", ()):
-        yield from each(inner)
 
 
 def test_published_events_by_the_time_of_publishing(connection):

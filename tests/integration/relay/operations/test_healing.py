@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -188,15 +187,8 @@ def test_a_slot_of_somebody_else_is_kept(healer):
 def test_a_slot_that_is_read_is_kept(healer):
     healer.drop_slot()
     healer.shell.query("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", healer.shell.slot)
-    with contextlib.closing(psycopg.connect(healer.url, autocommit=True, replication="database")) as connection:
-        connection.pgconn.send_query(
-            f"START_REPLICATION SLOT {healer.shell.slot} LOGICAL 0/0 "
-            "(proto_version '1', publication_names 'outbox_relay')".encode()
-        )
-        active = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
-        wait_until(lambda: healer.shell.query(active, healer.shell.slot) == [(True,)], 10, "the slot to be read")
+    with healer.shell.reading():
         healer.refuses("is being read by server process")
-    wait_until(lambda: healer.shell.query(active, healer.shell.slot) == [(False,)], 10, "the slot to be free")
     assert healer.look()[0][0] == "warning"
 
 

@@ -15,13 +15,11 @@ import psycopg
 import pytest
 from plans import PLANS, by_index_only, explain
 from psycopg import sql
-from rows_and_roles import login_role
-from typer.testing import CliRunner
+from rows_and_roles import login_role, outbox
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox._app import schema_drift
-from relay.cli.app import app
 from relay.polling.queries import Queries
 
 NOW = dt.datetime.now(dt.UTC)
@@ -35,10 +33,8 @@ class Roles:
         made = {"limited": "o'rd\"ers", "other": "other", "member": "member", "relay": "relay", "operator": "operator"}
         self.names = {name: stack.enter_context(login_role(admin, role)) for name, role in made.items()}
 
-    def run(self, *arguments: str, status: int = 0) -> str:
-        done = CliRunner().invoke(app, arguments, env={"OUTBOX_DATABASE_URL": self.url})
-        assert done.exit_code == status, (done.output, done.exception)
-        return done.output
+    def run(self, *arguments: str) -> str:
+        return outbox(self.url, *arguments)
 
     def limit(self, *types: str) -> str:
         kinds = {"writer": ("limited", "other"), "relay": ("relay",), "operator": ("operator",)}

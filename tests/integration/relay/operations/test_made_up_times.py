@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka import Producer
+from rows_and_roles import bury
 from typer.testing import CliRunner
 
 from relay.cli.app import app
@@ -17,11 +18,6 @@ from relay.operations.lane_rows import LaneRows
 from relay.settle.statements import names_of
 
 TIMES = ("infinity", "-infinity", "0044-03-15 BC", "294276-12-31", "2999-01-01")
-DIE = """
-INSERT INTO outbox.dead_letters (id, lane, event_id, aggregate_type, aggregate_id, event_type, created_at, attempts,
-                                 last_error, first_failed_at, dead_at)
-SELECT id, lane, event_id, aggregate_type, aggregate_id, event_type, created_at, 1, 'e', now(), now()
-  FROM outbox.events"""
 
 
 @pytest.fixture
@@ -56,8 +52,7 @@ def test_every_command_shows_them(run, outbox_postgres, outbox_kafka):
         run("doctor")
         assert all(event_id in run("trace", event_id) for event_id in ids)
         assert len(json.loads(run("trace", "--aggregate", f"{kind}/k", "--json"))["events"]) == len(ids)
-        connection.execute(DIE)
-        connection.execute("DELETE FROM outbox.events")
+        bury(connection)
         for event_id in ids:
             assert "a dead letter since" in run("trace", event_id)
             assert event_id in run("dead-letters", "show", event_id)

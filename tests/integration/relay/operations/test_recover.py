@@ -16,7 +16,7 @@ import psycopg
 import pytest
 from confluent_kafka import Producer
 from hostile_messages import TOPIC
-from reconcile_support import outbox
+from reconcile_support import other_program, outbox
 from recover_support import ARCHIVE, ids, new_id, resent, restored
 from support import IMPATIENT, ends, wait_until
 
@@ -34,12 +34,7 @@ def test_each_table_is_compared(restored):
         restored.put("events", event_id)
     restored.put("scheduled", later, ", not_before", ", now() + interval '1 hour'")
     restored.put("scheduled", new_id(), ", not_before", ", now() + interval '1 hour'")
-    columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
-    restored.put("dead_letters", dead, columns, ", 1, 4711, now(), 3, 'large', now()")
-    restored.run(
-        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 3, 'large', now(),"
-        " now(), 'infinity' FROM outbox.dead_letters"
-    )
+    restored.letter(dead, blocks=True)
     for event_id in (kept, missing):
         restored.put("published", event_id, ", lane, id, created_at", ", 1, 12, now()")
     restored.send(lost, again, later, dead, kept)
@@ -72,11 +67,6 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
         restored.put("published", missing, ", lane, id, created_at", f", 1, {number}, now()")
     restored.put("events", waiting)
     restored.run("UPDATE outbox.lanes SET low_water_mark = 1000, mark_failures = 'x', streaming = true, source = 'wal'")
-    restored.run("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')")
-    refused = restored.command("recover", "--since", restored.since, "--resend", "--reason", "x", settings=ARCHIVE)
-    assert (refused.returncode, "1 relays run" in refused.stderr) == (1, True), refused.stderr
-    assert restored.left() == 1
-    restored.run("DELETE FROM outbox.relays")
     assert ids(restored.recover("--resend", "--reason", "Kafka was lost")["missing"]) == {missing}
     assert restored.run("SELECT id, event_id::text FROM outbox.events ORDER BY id")[0] == (-2, missing)
     assert restored.left() == 2
@@ -88,8 +78,7 @@ def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
     assert restored.left() == 2
 
 
-@pytest.mark.parametrize("resend", [(), ("--resend",)])
-def test_a_neighbour_of_the_same_name_keeps_its_markers(restored, resend):
+def test_a_neighbour_of_the_same_name_keeps_its_markers(restored):
     """This outbox was never published exactly-once, and the other one's database is on another server."""
     markers = {lane: Marker(5, 1, "4711", 1) for lane in range(8)}
     producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
@@ -101,9 +90,9 @@ def test_a_neighbour_of_the_same_name_keeps_its_markers(restored, resend):
     restored.send(again)
     refused = restored.reconcile("--apply", "--reason", "x")
     assert (refused.returncode, "Choose a new one" in refused.stderr) == (1, True), refused.stderr
-    found = restored.recover(*resend, "--reason", "restored")
-    assert found["settled"] == {"1": [again]}
-    assert restored.state.last_markers(range(8)) == markers
+    for resend, settled in (((), {"1": [again]}), (("--resend",), {})):
+        assert restored.recover(*resend, "--reason", "restored")["settled"] == settled
+        assert restored.state.last_markers(range(8)) == markers
     assert {restored.lane(lane)["last_batch"] for lane in range(8)} == {None}
     # Of an outbox that was, a marker of another server is its own: it was restored from a dump.
     restored.run("UPDATE outbox.lanes SET last_batch = 4 WHERE lane = 7")
@@ -124,16 +113,11 @@ def test_what_kafka_has_lost_is_put_back_before_what_is_retried(restored, outbox
     restored.put(
         "published", new_id(), ", lane, id, created_at, headers", ', 1, -5, now(), \'{"outbox-dead-letter": ""}\''
     )
-    columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
     if state == "dead":
-        restored.put("dead_letters", later, columns, ", 1, 4711, now(), 3, 'large', now()")
+        restored.letter(later, blocks=True)
     else:
         restored.put("events", later)
-    table, at = ("dead_letters", "infinity") if state == "dead" else ("events", "-infinity")
-    restored.run(
-        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 3, 'large', now(),"
-        f" now(), '{at}' FROM outbox.{table}"
-    )
+        restored.failed("events", later, True, "-infinity")
     restored.key = restored.keys(0)[2]
     for number, event_id in enumerate(others):
         restored.put("published", event_id, ", lane, id, created_at", f", 2, {-9 + number}, now()")
@@ -247,10 +231,7 @@ def test_what_later_events_of_the_key_overtook_is_named_and_not_put_back(restore
 def test_what_was_published_before_the_archive_began_overtakes_nothing(restored):
     missing = new_id()
     restored.put("published", missing, ", lane, id, created_at, topic", f", 1, -1, now(), '{restored.topics[0]}'")
-    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
-    before = int((time.time() - 3 * 3600) * 1000)
-    producer.produce(restored.topics[0], b"{}", restored.key, headers=[("ce_id", new_id())], timestamp=before)
-    assert producer.flush(60) == 0
+    restored.send(new_id(), seconds_ago=3 * 3600)
     restored.since = (dt.datetime.fromisoformat(restored.since) - dt.timedelta(hours=4)).isoformat()
     found = restored.recover("--dry-run", status=1)
     assert (len(found["lost"]) + len(found["unsure"]), ids(found["missing"]), found["overtaken"]) == (1, {missing}, [])
@@ -260,15 +241,12 @@ def test_what_is_elsewhere_on_kafka_is_not_lost(restored):
     """In the topic of a former route, under a former ce_source, or with the time of a relay whose clock was behind."""
     moved, foreign, late = (new_id() for _ in range(3))
     topic, former = restored.topics[0], restored.kafka.create_topic(restored.kafka.name("former"))
-    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
     for number, (event_id, place, headers, behind) in enumerate(
         ((moved, former, [], 0), (foreign, topic, [("ce_source", "/former")], 0), (late, topic, [], 3 * 60))
     ):
         archived = f", 1, {-9 + number}, now(), '{place}'"
         restored.put("published", event_id, ", lane, id, created_at, topic", archived)
-        at = int((time.time() - behind) * 1000)
-        producer.produce(place, b"{}", restored.key, headers=[("ce_id", event_id), *headers], timestamp=at)
-    assert producer.flush(60) == 0
+        restored.send(event_id, topic=place, headers=headers, seconds_ago=behind)
     assert resent(restored) == []
 
 
@@ -278,10 +256,7 @@ def test_what_a_relay_published_by_a_clock_hours_behind_is_settled(restored, del
     restored.put("events", event_id := new_id())
     if delivery == "exactly-once":
         restored.run("UPDATE outbox.lanes SET last_batch = 1")
-    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
-    behind = int((time.time() - 3 * 3600) * 1000)
-    producer.produce(restored.topics[0], b'{"n": 1}', restored.key, headers=[("ce_id", event_id)], timestamp=behind)
-    assert producer.flush(60) == 0
+    restored.send(event_id, seconds_ago=3 * 3600)
     hours = dt.datetime.fromisoformat(restored.since) - dt.timedelta(hours=4)
     restored.since = hours.isoformat()
     assert restored.recover("--reason", "a clock")["settled"] == {"1": [event_id]}
@@ -324,14 +299,11 @@ def test_without_an_archive_what_was_published_about_the_point_is_unsure(restore
 
 def test_a_dead_letter_that_is_a_copy_is_not_its_original(restored):
     """All have the id and the payload of an event that is on Kafka. Some copies are there too, by their own header."""
-    columns = ", lane, id, created_at, attempts, last_error, first_failed_at, headers"
     originals = []
     for number, header in enumerate(("outbox-replay", "outbox-dead-letter")):
         original, published = new_id(), new_id()
         for row, event_id in enumerate((original, published)):
-            id_ = 4711 + 2 * number + row
-            values = f", 1, {id_}, now(), 3, 'large', now(), '{{\"{header}\": \"2026-01-01T00:00:00Z\"}}'"
-            restored.put("dead_letters", event_id, columns, values)
+            restored.letter(event_id, 4711 + 2 * number + row, headers=f'{{"{header}": "2026-01-01T00:00:00Z"}}')
         restored.send(original, published)
         restored.send(published, headers=[(header, "2026-01-01T00:00:00Z")])
         originals.append((original,))
@@ -342,9 +314,8 @@ def test_a_dead_letter_that_is_a_copy_is_not_its_original(restored):
 def test_of_rows_with_one_event_id_only_those_on_kafka_go(restored):
     """An event was published, and a replay of it is a dead letter; two events have an id that their writer made."""
     replayed, twice, mark = new_id(), new_id(), "2026-01-01T00:00:00Z"
-    columns = ", lane, id, created_at, attempts, last_error, first_failed_at, headers"
     for number, headers in enumerate(("{}", f'{{"outbox-replay": "{mark}"}}')):
-        restored.put("dead_letters", replayed, columns, f", 1, {4711 + number}, now(), 3, 'large', now(), '{headers}'")
+        restored.letter(replayed, 4711 + number, headers=headers)
     restored.put("scheduled", twice, ", not_before", ", now() + interval '1 hour'")
     restored.run(
         "INSERT INTO outbox.scheduled (event_id, aggregate_type, aggregate_id, event_type, payload, not_before) "
@@ -366,12 +337,8 @@ def test_an_open_transaction_is_named_with_the_way_out(restored):
     restored.program = IMPATIENT
     restored.put("scheduled", later := new_id(), ", not_before", ", now() + interval '1 hour'")
     restored.send(later)
-    producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers, "transactional.id": new_id()})
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    hidden = new_id()
-    producer.produce(restored.topics[0], b"{}", restored.key, partition=0, headers=[("ce_id", hidden)])
-    assert producer.flush(30) == 0
+    hidden = {"key": restored.key, "headers": [("ce_id", new_id())]}
+    producer = other_program(restored.kafka, restored.topics[0], 0, **hidden)
     for arguments in (("--dry-run",), ("--reason", "restored")):
         done = restored.command("recover", "--since", restored.since, *arguments, settings=ARCHIVE)
         assert done.returncode == 1, done.stdout + done.stderr
@@ -388,10 +355,9 @@ def test_an_open_transaction_is_named_with_the_way_out(restored):
 
 
 def test_a_dead_letter_that_is_locked_is_left_and_named(restored):
-    columns = ", lane, id, created_at, attempts, last_error, first_failed_at"
     held, free = new_id(), new_id()
     for number, event_id in enumerate((held, free)):
-        restored.put("dead_letters", event_id, columns, f", 1, {4711 + number}, now(), 3, 'large', now()")
+        restored.letter(event_id, 4711 + number)
     restored.send(held, free)
     with psycopg.connect(restored.url) as other:
         other.execute("SELECT FROM outbox.dead_letters WHERE event_id = %s FOR UPDATE", (held,))

@@ -21,7 +21,6 @@ __all__ = ["outbox", "restored"]
 
 COMPACT = {"cleanup.policy": "compact", "segment.ms": "100", "min.cleanable.dirty.ratio": "0.0"}
 ARCHIVED = ", lane, id, created_at"
-LETTER = ", lane, id, created_at, dead_at, attempts, last_error, first_failed_at"
 
 
 @pytest.fixture
@@ -39,16 +38,6 @@ def states(restored: Restored, topic: str) -> dict[str, list[str]]:
         if (event_id := dict(one.headers() or ()).get("ce_id")) is not None:
             found.setdefault(one.key().decode(), []).append(event_id.decode())
     return found
-
-
-def letter(restored: Restored, event_id: str, number: int, *, blocks: bool) -> None:
-    values = f", 1, {number}, now() - interval '1 hour', now() - interval '1 hour', 3, 'large', now()"
-    restored.put("dead_letters", event_id, LETTER, values)
-    restored.run(
-        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, %s, 3, 'large', now(),"
-        " now(), 'infinity' FROM outbox.dead_letters WHERE event_id = %s",
-        *(blocks, event_id),
-    )
 
 
 def test_what_was_compacted_away_is_not_published_behind_later_events(compacted, outbox_relay):
@@ -78,7 +67,7 @@ def test_what_was_compacted_away_is_not_published_behind_later_events(compacted,
     compacted.put("scheduled", first["due"], ", not_before", f", {past}")
     for number, (key, blocks) in enumerate({"retried": True, "skipped": False}.items()):
         compacted.key = key
-        letter(compacted, first[key], -20 + number, blocks=blocks)
+        compacted.letter(first[key], -20 + number, blocks=blocks, ago="1 hour")
         compacted.put("events", last[key])
     compacted.key = "archived"
     for number, event_id in enumerate((first["archived"], last["archived"])):
@@ -181,7 +170,7 @@ def test_nothing_is_settled_as_superseded_while_kafka_does_not_say_what_it_compa
 def test_a_record_of_another_outbox_supersedes_nothing(compacted):
     past = "now() - interval '1 hour'"
     compacted.put("scheduled", planned := new_id(), ", not_before", f", {past}")
-    letter(compacted, blocking := new_id(), -20, blocks=True)
+    compacted.letter(blocking := new_id(), -20, blocks=True, ago="1 hour")
     compacted.send(new_id(), headers=[("ce_source", "another")])
     found = compacted.recover("--reason", "restored")
     assert (found["scheduled"], found["dead_letters"], found["superseded"]) == ([], [], [])

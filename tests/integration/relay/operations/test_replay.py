@@ -40,15 +40,6 @@ def replayed(lane: Lane) -> list[Any]:
     return lane.rows("SELECT event_id::text, headers->>'outbox-replay' FROM outbox.events ORDER BY id")
 
 
-def test_a_dry_run_counts_and_changes_nothing(lane, archive):
-    shown = json.loads(outbox(lane, "replay", "--all", "--dry-run", "--json"))
-    assert (shown["events"], shown["keys"], shown["too_large"], shown["sent"]) == (4, 3, 0, 0)
-    assert shown["dry_run"] is True
-    assert "4 events of 3 keys" in outbox(lane, "replay", "--all", "--dry-run")
-    assert replayed(lane) == []
-    assert lane.rows("SELECT * FROM outbox.audit") == []
-
-
 def test_a_replay_sends_the_same_event_ids_in_their_old_order_and_marks_them(lane, archive):
     assert "4 events are in the outbox again" in outbox(lane, "replay", "--all", "--yes", "--reason", "a bug")
     rows = replayed(lane)

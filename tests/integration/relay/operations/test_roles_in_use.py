@@ -94,19 +94,6 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
     )
 
 
-def test_a_role_of_two_kinds_may_do_what_both_may(roles):
-    kinds = (RoleKind.WRITER, RoleKind.CANCELLER)
-    for order_of_grants in (kinds, kinds[::-1]):
-        role = roles.make("both")
-        for kind in order_of_grants:
-            outbox(roles.url, "db", "roles", f"{kind}={role}", "--apply")
-        unique, keyed = Outbox(unique_keys=True), Event("Order", 1, "T", idempotency_key=role)
-        with psycopg.connect(roles.url.replace("postgres@", f"{role}@")) as connection:
-            event_id = unique.add(connection, keyed, delay=dt.timedelta(days=1))
-            assert unique.add(connection, keyed) == event_id
-            assert unique.cancel(connection, event_id)
-
-
 def test_a_relay_publishes_and_does_not_see_the_audit(roles, outbox_kafka, outbox_relay, order):
     """Beside a writer of one aggregate type only: row security hides no row from a relay, nor from an operator."""
     kind, topic = order

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import orjson
 import psycopg
-from cdc_shell import Shell, shell
+from cdc_shell import shell
 from psycopg import sql
-from support import wait_until
 
 from outbox._app import migrate as db
 from outbox.testing.fixtures import token
@@ -65,21 +63,6 @@ def test_from_the_beginning_to_the_end_and_each_command_twice(shell):
     ]
 
 
-@contextlib.contextmanager
-def reading(shell: Shell):
-    """A connection that reads the slot, as a relay does."""
-    with contextlib.closing(psycopg.connect(shell.url, autocommit=True, replication="database")) as connection:
-        pgconn = connection.pgconn
-        pgconn.send_query(
-            f"START_REPLICATION SLOT {shell.slot} LOGICAL 0/0 "
-            "(proto_version '1', publication_names 'outbox_relay')".encode()
-        )
-        look = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
-        wait_until(lambda: shell.query(look, shell.slot)[0][0], 10, "the slot to be read")
-        yield
-    wait_until(lambda: not shell.query(look, shell.slot)[0][0], 10, "the slot to be free")
-
-
 def test_status_as_json_and_for_people(shell):
     shell.done("cdc setup")
     shell.done("relay switch", "wal")
@@ -92,7 +75,7 @@ def test_status_as_json_and_for_people(shell):
     assert found["timeline"] == 1
     assert len(found["lanes"]) == 4
     assert found["lanes"][3] == {"lane": 3, "source": "wal", "streaming": False, "owner": None, "settled_lsn": None}
-    with reading(shell):
+    with shell.reading():
         assert orjson.loads(shell.done("cdc status", "--json"))["read_by_pid"] > 0
         assert "server process" in shell.done("cdc status")
     shell.query("SELECT count(pg_logical_emit_message(true, 'pad', repeat('x', 600000))) FROM generate_series(1, 3)")
@@ -234,7 +217,7 @@ def test_a_repair_wants_a_reason_and_a_slot_that_nobody_reads(shell):
         status, output = shell.refused("cdc setup", "--repair", *reason)
         assert (status, "--reason" in output) == (2, True)
     shell.done("cdc setup")
-    with reading(shell):
+    with shell.reading():
         status, output = shell.refused("cdc setup", "--repair", "--reason", "for fun")
         assert (status, "is being read" in output, "stop the relays first" in output) == (1, True, True)
         status, output = shell.refused("cdc drop", "--slot", shell.slot)

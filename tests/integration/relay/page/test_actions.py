@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import html
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
@@ -133,37 +127,3 @@ def test_postgres_is_away_for_a_while(private_postgres, serve, monkeypatch):
     server.start()
     wait_until(lambda: "can&#39;t be seen" not in page.ask("/").text, what="the page to be back")
     assert page.ask("/events").status == 200
-
-
-def test_the_command_serves_until_it_is_told_to_end(environment):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "relay.cli", "web", "--address", "127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        link = line.removeprefix("the page is at ").strip()
-        assert "?token=" in link
-        # A live connection does not keep it from ending.
-        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-        address = link.partition("/?")[0]
-        opener.open(link, timeout=60).close()
-        with opener.open(f"{address}/", timeout=60) as answer:
-            assert "Overview" in answer.read().decode()
-        with opener.open(f"{address}/live", timeout=60) as live:
-            live.readline()
-            began = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=60)
-        assert time.monotonic() - began < 30
-        assert "Traceback" not in err, err
-        # Whoever reads the log has no key to the page.
-        assert link.partition("token=")[2] not in err
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode in {0, -signal.SIGTERM}

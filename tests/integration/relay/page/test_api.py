@@ -262,7 +262,7 @@ def test_no_body_breaks_it(serve, environment):
     many = json.dumps({"event_id": ["x" * 300_000]}).encode()
     assert page.ask("/api/relays/change", body=many, headers=token(page) | JSON).status == 413
 
-    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(ACTIONS), st.dictionaries(st.sampled_from(FIELDS), TEXT | st.lists(TEXT | st.integers())))
     def act(action: str, fields: dict[str, Any]) -> None:
         found = post(page, f"/{action}", fields)

@@ -31,6 +31,11 @@ def send() -> Iterator[Any]:
         yield start
 
 
+def live_of(page: Any) -> bytes:
+    """Return a user's request for the figures of the charts."""
+    return f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n".encode()
+
+
 def ended(connection: socket.socket) -> bool:
     """Wait until the other side ends a connection."""
     try:
@@ -71,11 +76,11 @@ def test_an_answer_may_take_longer_than_a_request(serve, send, monkeypatch):
     """Charts wait for new figures as long as the page is open."""
     page = serve().sign_in()
     monkeypatch.setattr("relay.page.server._PATIENCE", 0.2)
-    asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n"
+    asked = live_of(page)
 
     def stays_open() -> bool:
         try:
-            with send(page, asked.encode()) as live, live.makefile() as lines:
+            with send(page, asked) as live, live.makefile() as lines:
                 until = time.monotonic() + 1
                 while time.monotonic() < until:
                     if lines.readline() == "":
@@ -93,7 +98,7 @@ def test_a_silent_connection_makes_place_for_another(serve, send, monkeypatch):
     monkeypatch.setattr("relay.page.server._PATIENCE", 600.0)
     monkeypatch.setattr("relay.page.server._MOST_CONNECTIONS", 8)
     page = serve().sign_in()
-    asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n".encode()
+    asked = live_of(page)
     live = send(page, asked)
     assert live.recv(12) == b"HTTP/1.1 200"
     half = [send(page, each) for each in (HEAD, b"", HEAD + b"Content-Length: 10\r\n\r\nx", HEAD, HEAD, HEAD, HEAD)]
@@ -110,7 +115,7 @@ def test_a_silent_connection_makes_place_for_another(serve, send, monkeypatch):
 def test_no_more_connections_than_some(serve, send, monkeypatch):
     monkeypatch.setattr("relay.page.server._MOST_CONNECTIONS", 8)
     page = serve().sign_in()
-    asked = f"GET {page.base}/live HTTP/1.1\r\nHost: {page.address}\r\nCookie: {page.cookie}\r\n\r\n".encode()
+    asked = live_of(page)
     held = [send(page, asked) for _ in range(8)]
     assert all(connection.recv(12) == b"HTTP/1.1 200" for connection in held)
 

@@ -1,4 +1,4 @@
-"""What is promised for each combination, and what a slot costs; and that the page says the same."""
+"""What is promised for each combination is what the page says; and what a slot costs."""
 
 from __future__ import annotations
 
@@ -14,54 +14,7 @@ from spark_jobs.dedup import strategies
 from spark_jobs.driver.stream_group import STREAM
 from spark_jobs.job import ConsumerJob
 
-MOST, LEAST, EXACTLY = "at-most-once", "at-least-once", "exactly-once"
-
-WORDS = {
-    Strategy.DEDUP: (MOST, EXACTLY, EXACTLY),
-    Strategy.DEDUP_BY_KEY: (MOST, EXACTLY, EXACTLY),
-    Strategy.DEDUP_BY_OFFSET: (MOST, EXACTLY, EXACTLY),
-    Strategy.FINGERPRINT: (MOST, EXACTLY, EXACTLY),
-    Strategy.VERSION: (MOST, EXACTLY, EXACTLY),
-    Strategy.NATURAL: (MOST, LEAST, EXACTLY),
-    Strategy.OFFSETS_ONLY: (MOST, LEAST, EXACTLY),
-    Strategy.STREAM: (MOST, LEAST, EXACTLY),
-    Strategy.AT_MOST_ONCE: (MOST, MOST, MOST),
-}
-"""With a relay that delivers at most, at least and exactly once."""
-
 MIB = 1 << 20
-
-
-@pytest.mark.parametrize("strategy", Strategy)
-def test_in_the_sinks_tables(strategy):
-    for delivery, word in zip(Delivery, WORDS[strategy], strict=True):
-        found, other = (guarantee(delivery, source, strategy) for source in SourceKind)
-        assert (found, found.word) == (other, word)
-        # An effect in tables has no need of at-most-once.
-        assert found.text.startswith("of any effect" if strategy is Strategy.AT_MOST_ONCE else "in the sink's tables")
-        # What is not exactly-once names what would change it.
-        assert found.do or found.word == EXACTLY
-        assert (found.do == "OUTBOX_DELIVERY=at-least-once") is (delivery is Delivery.AT_MOST_ONCE)
-        assert found.do.startswith("OUTBOX_DELIVERY=exactly-once, or ") is (found.word == LEAST)
-
-
-def test_repeats_of_the_relay_are_mended_at_the_relay():
-    """A consumer at-most-once wants none: that it would repeat by itself is no advice."""
-    repeated, replayed = (
-        guarantee(delivery, SourceKind.POLLING, Strategy.AT_MOST_ONCE)
-        for delivery in (Delivery.AT_LEAST_ONCE, Delivery.EXACTLY_ONCE)
-    )
-    assert ("what a relay repeats" in repeated.text, "what a relay repeats" in replayed.text) == (True, False)
-    assert repeated.do == "OUTBOX_DELIVERY=exactly-once"
-    assert replayed.do == "delivery='exactly-once' of the consumer"
-
-
-@pytest.mark.parametrize("delivery", Delivery)
-def test_on_kafka(delivery):
-    polling, wal = (guarantee(delivery, source) for source in SourceKind)
-    assert polling.word == wal.word == delivery
-    assert ("if its writers exclude each other" in polling.text, "in that of ids while" in wal.text) == (True, True)
-    assert ("read_committed" in polling.text) is (delivery is Delivery.EXACTLY_ONCE)
 
 
 def test_the_strategies_are_those_of_the_consumers():
@@ -85,9 +38,6 @@ def test_the_strategies_are_those_of_the_consumers():
 def test_what_a_groups_row_says_of_its_dedup(given, shown):
     job = ConsumerJob("g", effect="SELECT 1", topics=("t",), strategy=strategies.Dedup(**given))
     assert job.shown_strategy == shown
-    # What is repeated without an id is not promised.
-    promised = guarantee(Delivery.EXACTLY_ONCE, SourceKind.POLLING, Strategy(shown))
-    assert ("without an id is applied again" in promised.text) is (shown == DEDUP_BY_OFFSET)
 
 
 def rows(heading: str) -> list[tuple[str, ...]]:
@@ -122,7 +72,8 @@ def test_the_page_has_the_same_tables():
         (delivery, strategy): (found.found, found.do)
         for delivery in Delivery
         for strategy in Strategy
-        for found in [guarantee(delivery, SourceKind.POLLING, strategy)]
+        # The source makes no difference.
+        for [found] in [{guarantee(delivery, source, strategy) for source in SourceKind}]
     }
 
 

@@ -36,9 +36,6 @@ def test_a_key_that_waits_for_a_dead_letter_which_is_gone():
     assert replace(STATE, blocking=1).problems() == [
         "1 key blocked by deleted dead letters: `outbox dead-letters list`"
     ]
-    assert replace(STATE, blocking=1, dead_letters=2).problems() == [
-        "2 dead letters, 1 key blocked: `outbox dead-letters list`"
-    ]
 
 
 def test_relays_of_the_other_source_are_why_no_relay_holds_the_lanes():
