@@ -60,6 +60,7 @@ BROKERS = {
     "new": {"acceptance/runbooks/test_region.py", "acceptance/runbooks/test_restores.py"},
     "three": {
         "acceptance/test_stuck_topics.py",
+        "integration/outbox/inbox/test_leaders.py",
         "integration/outbox/transform/test_leaders.py",
         "integration/spark_jobs/driver/test_leaders.py",
     },

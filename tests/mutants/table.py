@@ -10,7 +10,6 @@ from typing import Final
 
 _CONTRACT: Final = "tests/integration/outbox/consumer/test_group_contract.py"
 _MOST: Final = "tests/integration/outbox/consumer/test_group_at_most_once.py"
-_LETTERS: Final = "tests/integration/outbox/consumer/test_group_letters.py"
 _INBOX: Final = "tests/integration/outbox/inbox"
 _RELAY: Final = "tests/integration/relay"
 _WRITER: Final = "tests/integration/outbox/test_writer"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import time
 import uuid
@@ -13,32 +12,6 @@ from psycopg.types.json import Jsonb
 
 from outbox import Event, EventError
 from outbox.event import RESERVED_HEADERS
-
-INSERT = "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) VALUES (%s, %s, %s, %s)"
-
-
-def test_plain_sql_with_a_default_id(outbox_postgres):
-    with outbox_postgres.connect() as connection:
-        before = connection.execute("SELECT clock_timestamp()").fetchone()[0]
-        connection.execute(INSERT, ("Order", "1", "OrderPlaced", '{"a": 1}'))
-        row = connection.execute("SELECT event_id, lane, created_at FROM outbox.events").fetchone()
-        made = dt.datetime.fromtimestamp((row[0].int >> 80) / 1000, dt.UTC)
-    assert row[0].version == 7
-    assert row[0].variant == uuid.RFC_4122
-    assert abs((made - before).total_seconds()) < 60
-    assert 0 <= row[1] < 4
-
-
-def test_plain_sql_with_an_id_of_its_own(outbox_postgres):
-    own = uuid.uuid4()
-    with outbox_postgres.connect() as connection:
-        connection.execute(
-            "INSERT INTO outbox.events (event_id, aggregate_type, aggregate_id, event_type, payload_bytes, headers) "
-            "VALUES (%s, 'Order', '1', 'OrderPlaced', '\\x00ff', '{\"tenant\": \"acme\"}')",
-            (own,),
-        )
-        row = connection.execute("SELECT event_id, payload, payload_bytes, headers FROM outbox.events").fetchone()
-    assert row == (own, None, b"\x00\xff", {"tenant": "acme"})
 
 
 @pytest.mark.parametrize("column", ["id", "lane"])
@@ -67,21 +40,23 @@ def test_what_may_not_be_null(outbox_postgres):
 
 
 def test_the_edges_that_are_allowed(outbox_postgres):
-    row = {"aggregate_type": "ü" * 200, "aggregate_id": "ü" * 1000, "event_type": "ü" * 200}
+    row = {"aggregate_type": "ü" * 200, "aggregate_id": "ü" * 1000, "event_type": "ü" * 200, "event_id": uuid.uuid4()}
     own = {"x" * 100: "", "content-type": "a/b", "traceparent": "t", "idempotency-key": "ü" * 255}
     own["ce_subject"] = "ü\n" * 500
     headers = json.dumps(own, ensure_ascii=False)
     with outbox_postgres.connect() as connection:
         connection.execute(
-            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers, payload_bytes) "
-            "VALUES (%(aggregate_type)s, %(aggregate_id)s, %(event_type)s, %(headers)s, %(payload_bytes)s)",
-            {**row, "headers": headers, "payload_bytes": b"x" * (1_000_000 - 2000 - len(headers.encode()))},
+            "INSERT INTO outbox.events (event_id, aggregate_type, aggregate_id, event_type, headers, payload_bytes) "
+            "VALUES (%(event_id)s, %(aggregate_type)s, %(aggregate_id)s, %(event_type)s, %(headers)s, %(payload)s)",
+            {**row, "headers": headers, "payload": b"x" * (1_000_000 - 2000 - len(headers.encode()))},
         )
-        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (1,)
+        found = connection.execute("SELECT event_id, payload, headers FROM outbox.events").fetchall()
+    assert found == [(row["event_id"], None, own)]
 
 
 def test_default_ids_are_distinct_and_rise_with_time(outbox_postgres):
     with outbox_postgres.connect() as connection:
+        before = connection.execute("SELECT clock_timestamp()").fetchone()[0]
         connection.execute(
             "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) "
             "SELECT 'Order', g::text, 'T' FROM generate_series(1, 5000) g"
@@ -89,17 +64,12 @@ def test_default_ids_are_distinct_and_rise_with_time(outbox_postgres):
         ids = [row[0] for row in connection.execute("SELECT event_id FROM outbox.events ORDER BY id")]
         lanes = dict(connection.execute("SELECT lane, count(*) FROM outbox.events GROUP BY lane").fetchall())
     assert len(set(ids)) == 5000
+    assert {(item.version, item.variant) for item in ids} == {(7, uuid.RFC_4122)}
     times = [item.int >> 80 for item in ids]
     assert times == sorted(times)
+    assert abs(times[0] / 1000 - before.timestamp()) < 60
     assert sorted(lanes) == [0, 1, 2, 3]
     assert min(lanes.values()) > 1000
-
-
-def test_one_key_is_always_in_one_lane(outbox_postgres):
-    with outbox_postgres.connect() as connection:
-        for _ in range(3):
-            connection.execute(INSERT, ("Order", "same", "T", None))
-        assert len(connection.execute("SELECT DISTINCT lane FROM outbox.events").fetchall()) == 1
 
 
 BROKEN = [
@@ -198,8 +168,7 @@ def test_no_control_character_in_an_idempotency_key(outbox_postgres):
             assert accepted(connection, {"other": key, "ce_subject": key})
 
 
-@pytest.mark.parametrize("name", ["ce_subject", "idempotency-key"])
-def test_the_check_of_a_header_costs_what_others_do(outbox_postgres, name):
+def test_the_check_of_a_header_costs_what_others_do(outbox_postgres):
     """A regular expression that counted the characters took a hundred times as long."""
     with outbox_postgres.connect() as connection:
 
@@ -213,12 +182,6 @@ def test_the_check_of_a_header_costs_what_others_do(outbox_postgres, name):
                 )
             return time.perf_counter() - began
 
-        assert min(seconds(name) for _ in range(5)) < 20 * min(seconds("other-header") for _ in range(5))
-
-
-def test_a_nul_never_gets_in(outbox_postgres):
-    with outbox_postgres.connect(autocommit=True) as connection:
-        with pytest.raises((psycopg.DataError, ValueError)):
-            connection.execute(INSERT, ("Order", "a\0b", "T", None))
-        with pytest.raises(psycopg.errors.UntranslatableCharacter):
-            connection.execute(INSERT, ("Order", "1", "T", '{"a": "\\u0000"}'))
+        most = 20 * min(seconds("other-header") for _ in range(5))
+        for name in ("ce_subject", "idempotency-key"):
+            assert min(seconds(name) for _ in range(5)) < most, name

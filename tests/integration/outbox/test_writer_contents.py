@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import datetime as dt
 import json
 import sys
-import uuid
 from decimal import Decimal
 
 import psycopg
@@ -83,37 +80,6 @@ def test_a_job_reads_the_numbers_that_were_written(outbox_postgres, model):
         connection.rollback()
     reader = json_text.reader(fields, Policy())
     assert [tuple(reader(Claim(*row).value, None)) for row in rows] == NUMBERS
-
-
-@dataclasses.dataclass
-class Line:
-    article: str
-    price: Decimal
-
-
-class Order(pydantic.BaseModel):
-    id: uuid.UUID
-    at: dt.datetime
-    lines: list[Line]
-
-
-@pytest.mark.parametrize("name", ["Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection"])
-@on_target
-async def test_dataclasses_and_models_are_stored_as_json(target, outbox_postgres):
-    order = Order(
-        id=uuid.UUID(int=7), at=dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC), lines=[Line("tea", Decimal("1.10"))]
-    )
-    await target.add(Event("Order", "1", "T", order))
-    await target.add(Event("Order", "1", "T", order.lines[0]))
-    await target.commit()
-    assert [row["payload"] for row in stored(outbox_postgres)] == [
-        {
-            "id": "00000000-0000-0000-0000-000000000007",
-            "at": "2026-01-02T03:04:05Z",
-            "lines": [{"article": "tea", "price": "1.10"}],
-        },
-        {"article": "tea", "price": "1.10"},
-    ]
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------

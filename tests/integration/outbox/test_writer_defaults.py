@@ -46,13 +46,13 @@ def test_a_function_is_called_once_in_each_call(outbox_postgres):
     assert [one["request"] for one in headers(outbox_postgres)] == ["1", "2", "2"]
 
 
-@pytest.mark.parametrize("wrong", [{"id": "x"}, {"a b": "x"}, {"a": 1}, ["a"], {"idempotency-key": "x"}])
-def test_headers_that_no_event_may_have(outbox_postgres, wrong):
-    with pytest.raises(ConfigurationError, match="headers"):
-        Outbox(headers=wrong)
+def test_headers_that_no_event_may_have(outbox_postgres):
     with outbox_postgres.connect() as connection:
-        with pytest.raises(EventError, match="headers"):
-            Outbox(headers=lambda: wrong).add(connection, event())
+        for wrong in ({"id": "x"}, {"a b": "x"}, {"a": 1}, ["a"], {"idempotency-key": "x"}):
+            with pytest.raises(ConfigurationError, match="headers"):
+                Outbox(headers=wrong)
+            with pytest.raises(EventError, match="headers"):
+                Outbox(headers=lambda wrong=wrong: wrong).add(connection, event())
         Outbox().add(connection, event())
     assert headers(outbox_postgres) == [None]
 

@@ -282,41 +282,28 @@ async def test_a_refused_event_names_its_field_and_leaves_the_transaction_usable
 # --- a lean installation ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", ["psycopg2", "asyncpg"])
-def test_neither_psycopg_nor_pydantic_nor_opentelemetry_is_needed(outbox_postgres, driver):
+def test_neither_psycopg_nor_pydantic_nor_opentelemetry_is_needed(outbox_postgres):
     """As in a service whose driver is another one: there psycopg may lie about without libpq, and can't be imported.
 
-    Without SQLAlchemy: test_writer_targets.py.
+    With asyncpg: tests/integration/release/test_wheel.py. Without SQLAlchemy: test_writer_targets.py.
     """
     code = """
-import asyncio, sys
-for absent in ("psycopg", "pydantic", "opentelemetry") + (("greenlet",) if sys.argv[1] != "asyncpg" else ()):
+import sys
+for absent in ("psycopg", "pydantic", "opentelemetry", "greenlet"):
     sys.modules[absent] = None
 import sqlalchemy as sa
-from outbox import AsyncOutbox, Event, Outbox, TargetError
+from outbox import Event, Outbox, TargetError
 
-if sys.argv[1] == "psycopg2":
-    with sa.create_engine(sys.argv[2]).begin() as connection:
-        Outbox().add(connection, Event("Order", "1", "T", {"n": None}))
-        Outbox().add_many(connection, [Event("Order", "1", "T", {"n": 2}), Event("Order", "1", "T", {"n": 3})])
-else:
-    from sqlalchemy.ext.asyncio import create_async_engine
-
-    async def main():
-        engine = create_async_engine(sys.argv[2])
-        async with engine.begin() as connection:
-            await AsyncOutbox().add(connection, Event("Order", "1", "T", {"n": None}))
-            await AsyncOutbox().add_many(connection, [Event("Order", "1", "T", {"n": n}) for n in (2, 3)])
-        await engine.dispose()
-
-    asyncio.run(main())
+with sa.create_engine(sys.argv[1]).begin() as connection:
+    Outbox().add(connection, Event("Order", "1", "T", {"n": None}))
+    Outbox().add_many(connection, [Event("Order", "1", "T", {"n": 2}), Event("Order", "1", "T", {"n": 3})])
 try:
     Outbox().add(object(), Event("Order", "1", "T"))
 except TargetError:
     print("as it should be")
 """
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, driver, sqlalchemy_url(outbox_postgres.url, driver)],
+        [sys.executable, "-W", "error", "-c", code, sqlalchemy_url(outbox_postgres.url, "psycopg2")],
         capture_output=True,
         text=True,
         timeout=240,

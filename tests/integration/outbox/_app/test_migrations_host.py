@@ -1,4 +1,4 @@
-"""A host application's own alembic takes the tables in, as its own or as a branch."""
+"""A host application's own alembic takes our history in as a branch. As its own tables: test_autogenerate.py."""
 
 from __future__ import annotations
 
@@ -21,55 +21,21 @@ __all__ = ["empty"]
 
 ENVIRONMENT = """
 from alembic import context
-from sqlalchemy import MetaData, NullPool, create_engine
-from outbox import outbox_tables
-metadata = MetaData()
-outbox_tables(metadata)
+from sqlalchemy import NullPool, create_engine
 # The tests' user is called outbox, which would make that its default schema.
 options = {"options": "-c search_path=public"}
 engine = create_engine(context.config.get_main_option("url"), poolclass=NullPool, connect_args=options)
 with engine.connect() as connection:
-    context.configure(
-        connection=connection, target_metadata=metadata, include_schemas=True,
-        include_name=lambda name, kind, parents: kind != "schema" or name == "outbox")
+    context.configure(connection=connection)
     with context.begin_transaction():
         context.run_migrations()
 """
-TEMPLATE = """
-from alembic import op
-import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql
-revision, down_revision = ${repr(up_revision)}, ${repr(down_revision)}
-def upgrade():
-    op.execute("CREATE SCHEMA IF NOT EXISTS outbox")
-    ${upgrades}
-def downgrade():
-    ${downgrades}
-"""
-
-
-def test_a_host_application_takes_the_tables_into_its_own_history(empty, tmp_path):
-    (tmp_path / "versions").mkdir()
-    (tmp_path / "env.py").write_text(ENVIRONMENT)
-    (tmp_path / "script.py.mako").write_text(TEMPLATE)
-    config = Config()
-    config.set_main_option("script_location", str(tmp_path))
-    config.set_main_option("path_separator", "os")
-    config.set_main_option("url", empty.replace("postgresql://", "postgresql+psycopg://"))
-    command.revision(config, "outbox", autogenerate=True)
-    command.upgrade(config, "head")
-    with psycopg.connect(empty) as connection:
-        connection.execute("INSERT INTO outbox.lanes (lane) SELECT generate_series(0, 3)")
-        connection.execute("ALTER TABLE outbox.published ATTACH PARTITION outbox.published_default DEFAULT")
-    assert schema_check.check(empty) == []
-    command.check(config)
 
 
 def test_a_host_application_can_include_our_history_as_a_branch(empty, tmp_path):
     """The opt-in of docs/operations/migrations.md: version_locations with the branch label ``outbox``."""
     (tmp_path / "versions").mkdir()
     (tmp_path / "env.py").write_text(ENVIRONMENT)
-    (tmp_path / "script.py.mako").write_text(TEMPLATE)
     config = Config()
     config.set_main_option("script_location", str(tmp_path))
     config.set_main_option("path_separator", "newline")

@@ -45,18 +45,10 @@ def empty(outbox_postgres_server) -> Iterator[Callable[[], str]]:
         outbox_postgres_server.drop_database(name)
 
 
-def test_from_zero_twice_and_back_beside_our_own_command(empty):
+def test_from_zero_twice_and_back_beside_our_own_command_and_a_report(empty):
+    """The last step: a table that is locked is waited for as by our own command. The first one writes nothing."""
     project = Project(default=empty())
-    project.call("migrating.from_zero_and_back", project.urls["default"])
-
-
-def test_a_table_that_is_locked_is_waited_for_as_by_our_own_command(empty):
-    project = Project(default=empty())
-    project.call("migrating.back_beside_a_report", project.urls["default"])
-
-
-def test_sqlmigrate_prints_what_db_sql_prints(empty):
-    Project(default=empty()).call("migrating.as_sql")
+    project.call("migrating.as_sql_and_from_zero_and_back", project.urls["default"])
 
 
 def test_only_on_the_chosen_alias_in_its_schema_and_as_its_role(empty):
@@ -80,28 +72,22 @@ def test_a_second_outbox_in_another_schema_and_a_third_on_another_alias(empty):
 
 def test_tables_that_are_not_where_migrate_is_recorded_are_named(empty):
     project = Project(default=empty(), events=empty())
-    check, quiet = "check --fail-level=WARNING --database=", [(0, False)]
+    check, quiet = "check --fail-level=WARNING --database=", (0, False)
 
     def warned(*commands: str) -> list[tuple[int, bool]]:
         return [(status, "outbox.W001" in text) for status, text in project.manage_each(*commands)]
 
     each = [f"{command}{alias}" for alias in project.urls for command in ("migrate --database=", check)]
-    assert warned(f"{check}default", *each) == 5 * quiet
+    assert warned(f"{check}default", *each) == 5 * [quiet]
     project.outbox = {"DATABASE": "events"}
-    [(status, said)] = project.manage_each("migrate --database=events")
+    # Then as the hint says.
+    hinted = ("migrate outbox zero --fake --database=events", "migrate outbox --database=events")
+    [(status, said), *_, after] = project.manage_each("migrate --database=events", *hinted, f"{check}events")
     assert status == 0
     assert "Schema 'outbox' in the database 'events': there are no tables; but 0001_outbox is recorded" in said
-    # As the hint says.
-    hinted = ("migrate outbox zero --fake --database=events", "migrate outbox --database=events")
-    assert warned(*hinted, f"{check}events")[-1:] == quiet
+    assert (after[0], "outbox.W001" in after[1]) == quiet
     project.outbox = {"SCHEMA": "other"}
-    [(status, said)] = project.manage_each(f"{check}default")
-    assert (status, "outbox.W001" in said, "Schema 'other' in the database 'default'" in said) == (1, True, True)
-    migrate.upgrade(project.urls["default"], "other")
-    assert warned(f"{check}default") == quiet
-    with psycopg.connect(project.urls["default"]) as connection:
-        connection.execute("DROP TABLE other.alembic_version")  # as if the project's own migrations had made them
-    assert warned(f"{check}default") == quiet
+    project.call("migrating.without_tables_and_made_by_others", project.urls["default"])
 
 
 @pytest.mark.parametrize("alias", ["default", "events"])

@@ -16,20 +16,22 @@ from outbox.consumer.stalled import StalledPartition
 from outbox.inbox import KafkaFailed, _member
 from outbox.inbox._kafka import Admin
 from outbox.sandbox.kafka import KafkaCluster
+from outbox.testing.fixtures import Topics
 
 
 @pytest.fixture
-def away(outbox_postgres, private_kafka) -> Iterator[tuple[KafkaCluster, Log]]:
+def away(outbox_postgres, three_brokers) -> Iterator[tuple[KafkaCluster, Log]]:
     """A group that has read a topic whose second partition is only on the first of three brokers, which is killed.
 
     So is the third one, which was added since.
     """
-    cluster = private_kafka(brokers=3)
-    with private_kafka.topics(cluster) as topics:
+    with Topics(three_brokers.bootstrap_servers) as topics:
         log = Log(outbox_postgres, topics)
         log.topic = topics.name("led")
         admin = AdminClient({"bootstrap.servers": log.servers})
-        admin.create_topics([NewTopic(log.topic, 2, replica_assignment=[[2], [1]])])[log.topic].result(30)
+        # By itself such a cluster wants two replicas in sync.
+        topic = NewTopic(log.topic, 2, replica_assignment=[[2], [1]], config={"min.insync.replicas": "1"})
+        admin.create_topics([topic])[log.topic].result(30)
         for partition in (0, 1):
             log.produce([f"k{partition}"] * 5, partition=partition)
         with log.consuming() as member:
@@ -40,9 +42,9 @@ def away(outbox_postgres, private_kafka) -> Iterator[tuple[KafkaCluster, Log]]:
         wait_until(lambda: all(leaders(one, log) == [True] * 3 for one in each), 60, "all brokers to know it")
         for partition in (1, 2):
             log.produce([f"k{partition}"] * 5, partition=partition)
-        cluster.kill_broker(0)
+        three_brokers.kill_broker(0)
         wait_until(lambda: leaders(admin, log) == [True, False, False], 60, "no leader of them")
-        yield cluster, log
+        yield three_brokers, log
 
 
 def leaders(admin: AdminClient, log: Log) -> list[bool]:

@@ -119,10 +119,9 @@ def test_a_sandbox_stays_with_its_version_of_kafka() -> None:
 
 
 def test_export_lines_work_in_a_shell() -> None:
-    script = (
-        f'eval "$({" ".join(COMMAND)} up --export)" && echo "$OUTBOX_DATABASE_URL|$OUTBOX_KAFKA__BOOTSTRAP_SERVERS"'
-    )
-    result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    script = 'eval "$1" && echo "$OUTBOX_DATABASE_URL|$OUTBOX_KAFKA__BOOTSTRAP_SERVERS"'
+    exported = run("up", "--export").stdout
+    result = subprocess.run(["sh", "-c", script, "sh", exported], capture_output=True, text=True, check=True)
     state = Sandbox().status()
     assert result.stdout == f"{state.database_url}|{state.bootstrap_servers}\n"
 

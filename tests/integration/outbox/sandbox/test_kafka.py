@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,17 +41,20 @@ class Solo:
 
 
 @pytest.fixture(scope="module")
-def solo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Solo]:
-    """One broker in a directory that is kept. Its first pick of ports went wrong."""
+def solo() -> Iterator[Solo]:
+    """One broker, in a directory that every user can reach and that is kept. Its first pick of ports went wrong."""
+    parent = Path(tempfile.mkdtemp(prefix="outbox-test-"))
+    parent.chmod(0o755)
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.MonkeyPatch.context() as patch:
         taken = other.getsockname()[1]
         offers = iter([[free_ports(1)[0], taken], free_ports(2)])
         patch.setattr(kafka_module, "free_ports", lambda _: next(offers))
         # The look before the start would notice: here the port is taken between that look and the start.
         patch.setattr(KafkaCluster, "_check_ports", lambda *_: None)
-        cluster = KafkaCluster(tmp_path_factory.mktemp('a "place" & <é> 😀')).start()
+        cluster = KafkaCluster(parent / "below" / 'a "place" & <é> 😀').start()
     yield Solo(cluster, taken)
     cluster.close()
+    shutil.rmtree(parent)
 
 
 def admin(cluster: KafkaCluster) -> AdminClient:
@@ -93,6 +98,37 @@ def test_a_paused_broker_is_there_and_does_not_answer(solo: Solo) -> None:
     finally:
         solo.cluster.resume_broker(0)
     assert client.list_topics(timeout=30).brokers
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")
+def test_root_drops_to_a_user_who_owns_the_data(solo: Solo, tmp_path: Path) -> None:
+    """And who gets what an earlier version has left as root's, but not what links in it lead to."""
+    cluster, ours = solo.cluster, tmp_path / "ours"
+    ours.touch()
+    user = dropped(cluster)
+    topics = Topics(cluster.bootstrap_servers)
+    topic = topics.create_topic(topics.name("orders"))
+    produce(cluster, topic, range(10))
+    cluster.kill_broker(0)
+    [logs] = (log.parent for log in cluster.logs)
+    (logs / "link").symlink_to(ours)
+    for path in cluster.data_dir.rglob("*"):
+        os.lchown(path, 0, 0)
+    cluster.start_broker(0)
+    assert dropped(cluster) == user
+    assert values(topics.consume(topic)) == list(range(10))
+    [data] = cluster.data_dir.glob("broker-1/data")
+    assert {path.stat().st_uid for path in (data, *data.rglob("*"))} == {user}
+    assert (ours.stat().st_uid, (cluster.data_dir / "broker-1").stat().st_uid) == (0, 0)
+
+
+def dropped(cluster: KafkaCluster) -> int:
+    """The user that the broker runs as, who is not root and has no group of root's."""
+    [pid] = cluster.pids
+    process = psutil.Process(pid)
+    ids = {*process.uids(), *process.gids()}
+    assert 0 not in ids
+    return process.uids().real
 
 
 def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(
@@ -196,38 +232,6 @@ def test_a_start_that_fails_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- as root
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")
-def test_root_drops_to_a_user_who_owns_the_data(open_directory: Path) -> None:
-    """And who gets what an earlier version has left as root's, but not what links in it lead to."""
-    directory, ours = open_directory / "below" / "kafka", open_directory / "ours"
-    ours.touch()
-    with KafkaCluster(directory) as cluster:
-        user = dropped(cluster)
-        topics = Topics(cluster.bootstrap_servers)
-        topic = topics.create_topic(topics.name("orders"))
-        produce(cluster, topic, range(10))
-        cluster.kill_broker(0)
-        [logs] = (log.parent for log in cluster.logs)
-        (logs / "link").symlink_to(ours)
-        for path in directory.rglob("*"):
-            os.lchown(path, 0, 0)
-        cluster.start_broker(0)
-        assert dropped(cluster) == user
-        assert values(topics.consume(topic)) == list(range(10))
-        [data] = directory.glob("broker-1/data")
-        assert {path.stat().st_uid for path in (data, *data.rglob("*"))} == {user}
-    assert (ours.stat().st_uid, (directory / "broker-1").stat().st_uid) == (0, 0)
-
-
-def dropped(cluster: KafkaCluster) -> int:
-    """The user that the broker runs as, who is not root and has no group of root's."""
-    [pid] = cluster.pids
-    process = psutil.Process(pid)
-    ids = {*process.uids(), *process.gids()}
-    assert 0 not in ids
-    return process.uids().real
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")

@@ -87,8 +87,12 @@ class Committing(TransactionTestCase):
         for _ in ("not connected", "connected"):
             with self.assertRaisesRegex(TargetError, r"transaction\.atomic\(using='default'\)"):
                 outbox.add(event())
-        with self.assertRaisesRegex(TargetError, r"transaction\.atomic\("):
-            Outbox().add(connection.connection, event())
+        with connection.cursor() as cursor:
+            for target in (connection, connection.connection, cursor):
+                with self.assertRaisesRegex(
+                    TargetError, r"django\.db\.connection\.connection inside transaction\.atomic"
+                ):
+                    Outbox().add(target, event())
         self.assertEqual(WaitingEvent.objects.count(), 0)
 
     async def test_in_a_view_that_is_asynchronous(self) -> None:

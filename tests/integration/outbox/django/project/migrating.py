@@ -35,6 +35,12 @@ def applied() -> bool:
     return value("SELECT count(*) FROM django_migrations WHERE app = 'outbox'") == 1
 
 
+def as_sql_and_from_zero_and_back(url: str) -> None:
+    as_sql()
+    from_zero_and_back(url)
+    back_beside_a_report(url)
+
+
 def from_zero_and_back(url: str) -> None:
     command("migrate", "outbox")
     assert schema_drift.check(url) == []
@@ -94,6 +100,17 @@ def as_sql() -> None:
     assert migrate.sql(start="base", end="outbox_1") in command("sqlmigrate", "outbox", "0001")
     assert "-- outbox db downgrade base" in command("sqlmigrate", "outbox", "0001", backwards=True)
     assert value("SELECT to_regnamespace('outbox')") is None
+
+
+def without_tables_and_made_by_others(url: str) -> None:
+    """Of the schema ``other``, where the migration is recorded for another one."""
+    [warning] = check_tables(["default"])
+    assert (warning.id, "Schema 'other' in the database 'default'" in warning.msg) == ("outbox.W001", True)
+    migrate.upgrade(url, "other")
+    assert check_tables(["default"]) == []
+    with connection.cursor() as cursor:
+        cursor.execute("DROP TABLE other.alembic_version")  # as if the project's own migrations had made them
+    assert check_tables(["default"]) == []
 
 
 def three_outboxes(default: str, events: str) -> None:
