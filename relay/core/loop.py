@@ -262,7 +262,7 @@ class WorkerLoop:
             lane = self.lanes[lease.lane] = Lane(lease, self._settings.backoff())
             if known is not None:
                 # The lease has expired and was taken again: published events still have to be settled.
-                self._sizes.forget(lease.lane)
+                self._sizes.forget([lease.lane])
                 lane.unsettled = known.unsettled
             if self._source is not None:
                 self._source.hold(lease)
@@ -458,7 +458,7 @@ class WorkerLoop:
     def _drop(self, number: int, *, clean: bool, lost: bool) -> None:
         if self._source is not None:
             self._source.drop(number)
-        self._sizes.forget(number)
+        self._sizes.forget([number])
         self._held.let_go(self.lanes.pop(number).lease, clean=clean, lost=lost)
 
     def _finish(self) -> None:
