@@ -163,6 +163,5 @@ class Sweep:
         with contextlib.nullcontext() if connection.prepare_threshold is not None else connection.transaction():
             if connection.prepare_threshold is None:
                 connection.execute(KEEP_TO_THE_INDEX, {"local": True})
-            row = connection.execute(self._queries.sweep, values).fetchone()
-        assert row is not None
-        return row[0], row[1], row[2]
+            ((rows, above, free),) = connection.execute(self._queries.sweep, values).fetchall()
+        return rows, above, free

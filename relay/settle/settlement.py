@@ -301,9 +301,7 @@ class Settlement:
         with pipeline(self._connection):
             written = self._connection.execute(_WRITTEN)
             holding = self._connection.execute(*self.still_held(lanes))
-        row = written.fetchone()
-        assert row is not None
-        lsn, flushed, alone = row
+        ((lsn, flushed, alone),) = written.fetchall()
         if not alone:
             return None
         began = time.monotonic()
@@ -314,8 +312,7 @@ class Settlement:
                 self._flush_in_vain_at = began
                 return None
             time.sleep(_FLUSH_STEP_SECONDS)
-            row = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchone()
-            flushed = row is not None and row[0]
+            ((flushed,),) = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchall()
         return self.lost_of(lanes, holding.fetchall())
 
     def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:

@@ -171,6 +171,5 @@ class ScheduledEvents:
     def _one(self, connection: psycopg.Connection[Any], query: sql.Composed, **values: Any) -> Any:
         cursor = connection.cursor()
         execute_again_if_left(cursor, query, values)
-        row = cursor.fetchone()
-        assert row is not None
+        (row,) = cursor.fetchall()
         return row

@@ -211,8 +211,7 @@ class Slot:
 
     def _look_once(self) -> SlotState:
         with unavailable_on_error(f"looking at slot {self._names.slot!r}"):
-            row = self._connection.execute(self._look, self._bound).fetchone()
-        assert row is not None
+            (row,) = self._connection.execute(self._look, self._bound).fetchall()
         return SlotState(*row)
 
     def check(self, state: SlotState) -> None:
@@ -288,8 +287,8 @@ class Slot:
         A server that shuts down waits for its walsenders, and they wait for feedback that may never come.
         """
         with unavailable_on_error("looking at the lanes"):
-            row = self._connection.execute(self._held, self._bound).fetchone()
-        if row is None or not row[0]:
+            ((held,),) = self._connection.execute(self._held, self._bound).fetchall()
+        if not held:
             raise DatabaseUnavailable("another relay holds the stream's lanes now")
 
     def heartbeat(self, confirmed_lsn: int) -> None:
@@ -366,9 +365,8 @@ def not_set_up(state: SlotState, slot: str) -> str | None:
 
 def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
     with unavailable_on_error("taking a snapshot"):
-        row = connection.execute(_SNAPSHOT).fetchone()
-    assert row is not None
-    return Snapshot(row[0])
+        ((text,),) = connection.execute(_SNAPSHOT).fetchall()
+    return Snapshot(text)
 
 
 class Snapshot:
