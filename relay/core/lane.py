@@ -1,14 +1,18 @@
-"""A lane as its worker's loop knows it. No I/O."""
+"""A worker's lanes, as its loop knows them. No I/O."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 from outbox._clients.backoff import doubled, jittered
 from relay.core.lease import Lease
 from relay.core.ports import NOTHING, UnsettledBatch
+
+# A lane that has failed for this long, while others work, no longer delays these.
+_ABSENT_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,9 @@ class LoopSettings:
     max_idle_seconds: float = 0.1
     min_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
+
+    def backoff(self) -> Backoff:
+        return Backoff(self.min_backoff_seconds, self.max_backoff_seconds)
 
 
 @dataclass(slots=True)
@@ -77,6 +84,44 @@ class Lane:
     full: bool = False
     suspected: int = 0
     limit: int = 0
+
+
+class Lanes(dict[int, Lane]):
+    """A worker's lanes by number."""
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether events are published and may not be settled. Thread-safe."""
+        return any(lane.unsettled for lane in list(self.values()))
+
+    def note_settled(self, numbers: Collection[int]) -> None:
+        for number in self.keys() & numbers:
+            self[number].unsettled = NOTHING
+
+    def to_settle(self, *, last: bool) -> list[Lane]:
+        """Return those that are due to be settled again, first those that failed longest ago.
+
+        ``last``: also those that wait.
+        """
+        due = [
+            lane for lane in self.values() if lane.unsettled and not lane.joined and (last or not lane.backoff.waits)
+        ]
+        return sorted(due, key=lambda lane: lane.backoff.failed_at)
+
+    def to_join(self) -> list[Lease]:
+        return [
+            lane.lease
+            for lane in self.values()
+            if not (lane.joined or lane.backoff.waits or lane.unsettled) and lane.lease.secure
+        ]
+
+    def ready(self) -> list[int]:
+        """Return those that may be published, unless they are paused."""
+        return [number for number, lane in self.items() if lane.joined and lane.lease.secure]
+
+    def absent(self) -> list[int]:
+        """Return those that could not be taken over for long."""
+        return [number for number, lane in self.items() if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)]
 
 
 def listed(lanes: Collection[int]) -> str:

@@ -45,7 +45,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Final, assert_never
 
 from outbox.errors import OutboxError, SchemaError
-from relay.core.lane import Backoff, Lane, LoopSettings
+from relay.core.lane import Lane, Lanes, LoopSettings
 from relay.core.lease import HeldLanes
 from relay.core.marker import StateLost
 from relay.core.pauses import CurrentPauses
@@ -71,10 +71,8 @@ from relay.core.ports import (
 )
 from relay.core.reports import LoopReports
 from relay.core.turn_sizes import TurnSizes
-from relay.core.unsettled import lanes_to_settle, pause_after_lock, settle_again
+from relay.core.unsettled import pause_after_lock, settle_again
 
-# A lane that has failed for this long, while others work, no longer delays these.
-_ABSENT_SECONDS: Final = 10.0
 # Where no session can be had for this long, recalled lanes are let go of with their events not settled.
 _SESSION_SECONDS: Final = 10.0
 
@@ -110,9 +108,9 @@ class WorkerLoop:
         self._pauses = pauses or CurrentPauses()
         self._source: Source | None = None
         self._publisher: Publisher | None = None
-        self._lanes: dict[int, Lane] = {}
-        self._backoff = self._new_backoff()
-        self._sizes = TurnSizes(settings.batch_size, self._lanes)
+        self.lanes = Lanes()
+        self._backoff = settings.backoff()
+        self._sizes = TurnSizes(settings.batch_size, self.lanes)
         self.failing_since: float | None = None
         """When the current series of failures to publish began, by time.monotonic(); None after a success, and while
         what is published can't be settled.
@@ -127,11 +125,6 @@ class WorkerLoop:
         self._retries_apart = True
         # When the last publish returned.
         self._acknowledged_at = 0.0
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether events are published and may not be settled. Thread-safe."""
-        return any(lane.unsettled for lane in list(self._lanes.values()))
 
     def run(self) -> None:
         """Run until stopped, then let go of all lanes."""
@@ -154,7 +147,7 @@ class WorkerLoop:
         self._take_and_let_go()
         # The control loop hands over pauses before lanes: read them after the lanes.
         self._pauses.obeyed = self._pauses.now
-        if not self._lanes:
+        if not self.lanes:
             # The stream ends with its lanes; the connections are opened again when lanes come.
             self._close()
             return False
@@ -164,9 +157,9 @@ class WorkerLoop:
         # Joining may need a producer, and the leases must be checked after both.
         self._publisher.serve()
         self._join(self._publisher)
-        ready = self._ready()
+        ready = self.lanes.ready()
         paused = {number for number in ready if self._pauses.obeyed.holds(number)}
-        source.go_on_without(self._absent())
+        source.go_on_without(self.lanes.absent())
         quiet = self._pause(source, paused)
         limits = self._sizes.limits([number for number in ready if number not in paused])
         self._observer.turn_limits(*self._sizes.most)
@@ -181,7 +174,7 @@ class WorkerLoop:
         self._sizes.note_taken(limits, fetched.batches)
         healthy = limits.keys() - fetched.failed.keys()
         if not fetched.unconfirmed:
-            self._note_settled(healthy - set(fetched.settling))
+            self.lanes.note_settled(healthy - set(fetched.settling))
         self._handle_failed(fetched.failed)
         if not fetched.batches:
             if fetched.known:
@@ -210,7 +203,7 @@ class WorkerLoop:
             batches = {
                 number: batch
                 for number, batch in fetched.batches.items()
-                if (number in retried) is of_retried and number in self._lanes and self._lanes[number].joined
+                if (number in retried) is of_retried and number in self.lanes and self.lanes[number].joined
             }
             if not batches:
                 continue
@@ -234,7 +227,7 @@ class WorkerLoop:
     def _outlast_a_publish(self, lanes: Collection[int]) -> bool:
         # Avoids repeats, and proves nothing: others take lanes before their leases end when a session in Postgres
         # has ended (relay/lanes.py). Then the epoch and the fencing decide.
-        left_seconds = min(self._lanes[number].lease.remaining_seconds for number in lanes)
+        left_seconds = min(self.lanes[number].lease.remaining_seconds for number in lanes)
         return left_seconds > self._settings.delivery_seconds
 
     def _conclude(
@@ -263,13 +256,13 @@ class WorkerLoop:
 
     def _take_and_let_go(self) -> None:
         for lease in self._held.leases:
-            known = self._lanes.get(lease.lane)
+            known = self.lanes.get(lease.lane)
             if known is not None and known.lease is lease:
                 continue
-            lane = self._lanes[lease.lane] = Lane(lease, self._new_backoff())
+            lane = self.lanes[lease.lane] = Lane(lease, self._settings.backoff())
             if known is not None:
                 # The lease has expired and was taken again: published events still have to be settled.
-                self._sizes.forget(lease.lane)
+                self._sizes.forget([lease.lane])
                 lane.unsettled = known.unsettled
             if self._source is not None:
                 self._source.hold(lease)
@@ -278,8 +271,8 @@ class WorkerLoop:
 
     def _let_go_of_settled(self) -> set[int]:
         """Let go of recalled lanes. Returns those that have something to settle first."""
-        recalled = self._held.recalled & self._lanes.keys()
-        left = {number for number in recalled if self._lanes[number].unsettled and not self._lanes[number].joined}
+        recalled = self._held.recalled & self.lanes.keys()
+        left = {number for number in recalled if self.lanes[number].unsettled and not self.lanes[number].joined}
         if done := recalled - left:
             self._let_go(done)
         return left
@@ -307,11 +300,11 @@ class WorkerLoop:
         """
         if self._source is None:
             source = self._source = self._new_source()
-            for lane in self._lanes.values():
+            for lane in self.lanes.values():
                 source.hold(lane.lease)
-        for lane in lanes_to_settle(self._lanes.values(), last=last):
+        for lane in self.lanes.to_settle(last=last):
             number, began = lane.lease.lane, time.monotonic()
-            if number not in self._lanes:
+            if number not in self.lanes:
                 continue
             failed = settle_again(self._source, lane)
             # The others may wait for locks as well: one in a turn.
@@ -322,17 +315,13 @@ class WorkerLoop:
         return self._source
 
     def _join(self, publisher: Publisher) -> None:
-        due = [
-            lane.lease
-            for lane in self._lanes.values()
-            if not (lane.joined or lane.backoff.waits or lane.unsettled) and lane.lease.secure
-        ]
+        due = self.lanes.to_join()
         if not due:
             return
         failed = publisher.join(due)
         for lease in due:
             if lease.lane not in failed:
-                self._lanes[lease.lane].joined = True
+                self.lanes[lease.lane].joined = True
         self._handle_failed(failed)
 
     def _pause(self, source: Source, lanes: Collection[int]) -> list[int]:
@@ -340,37 +329,22 @@ class WorkerLoop:
 
         Returns the lanes for which that succeeded.
         """
-        new = [number for number in lanes if not self._lanes[number].paused]
-        if not lanes and not any(lane.paused for lane in self._lanes.values()):
+        new = [number for number in lanes if not self.lanes[number].paused]
+        if not lanes and not any(lane.paused for lane in self.lanes.values()):
             return []
         failed: Mapping[int, OutboxError] = source.flush(new) if new else {}
-        self._note_settled([number for number in new if number not in failed])
+        self.lanes.note_settled([number for number in new if number not in failed])
         failed = {**failed, **source.pause([number for number in lanes if number not in failed])}
-        for number, lane in self._lanes.items():
+        for number, lane in self.lanes.items():
             lane.paused = number in lanes and number not in failed
         self._handle_failed(failed)
         return [number for number in lanes if number not in failed]
-
-    def _new_backoff(self) -> Backoff:
-        return Backoff(self._settings.min_backoff_seconds, self._settings.max_backoff_seconds)
-
-    def _ready(self) -> list[int]:
-        """Return the lanes that may be published, unless they are paused."""
-        return [number for number, lane in self._lanes.items() if lane.joined and lane.lease.secure]
-
-    def _absent(self) -> list[int]:
-        """Return the lanes that could not be taken over for long."""
-        return [
-            number
-            for number, lane in self._lanes.items()
-            if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)
-        ]
 
     def _handle_failed(self, failed: Mapping[int, OutboxError], least_seconds: float = 0.0) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
         by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
         for number, error in failed.items():
-            if (lane := self._lanes.get(number)) is None:
+            if (lane := self.lanes.get(number)) is None:
                 continue
             lane.joined = False
             if isinstance(error, LaneLost):
@@ -388,20 +362,20 @@ class WorkerLoop:
         """Record what became of the events. Returns the lanes for which that has failed."""
         published: dict[int, UnsettledBatch] = {}
         for number, receipt in sent.receipts.items():
-            lane = self._lanes.get(number) if receipt.published.batch is None else None
+            lane = self.lanes.get(number) if receipt.published.batch is None else None
             if lane is not None and receipt.published:
                 published[number] = receipt.published
                 # The turn before may or may not be settled by now.
                 lane.unsettled = lane.unsettled.then(receipt.published) if number in settling else receipt.published
         failed = source.settle(sent.receipts)
         for number in settling:
-            if number not in failed and (known := self._lanes.get(number)) is not None:
+            if number not in failed and (known := self.lanes.get(number)) is not None:
                 known.unsettled = published.get(number, NOTHING)
         self._report(sent.receipts)
         if sent.publisher_unusable:
             # Acknowledged events must not be sent again only because something else failed.
             failed = {**failed, **source.flush(list(sent.receipts))}
-            self._note_settled(sent.receipts.keys() - failed.keys())
+            self.lanes.note_settled(sent.receipts.keys() - failed.keys())
             self._close_publisher()
         self._handle_failed(failed)
         return failed
@@ -416,9 +390,9 @@ class WorkerLoop:
     def _succeeded(self, healthy: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Other lanes may still wait."""
         self.failing_since, self.has_succeeded = None, True
-        back = [number for number in healthy if number in self._lanes and self._lanes[number].backoff.succeeded()]
+        back = [number for number in healthy if number in self.lanes and self.lanes[number].backoff.succeeded()]
         if self._backoff.succeeded():
-            back = [number for number, lane in self._lanes.items() if not lane.backoff.failures]
+            back = [number for number, lane in self.lanes.items() if not lane.backoff.failures]
         if back:
             self._observer.recovered(back)
 
@@ -426,12 +400,12 @@ class WorkerLoop:
         """Wait until there may be something to do."""
         if self._publisher is not None:
             self._publisher.serve()
-        lanes = [number for number in self._ready() if not self._pauses.obeyed.holds(number)]
+        lanes = [number for number in self.lanes.ready() if not self._pauses.obeyed.holds(number)]
         seconds = self._settings.max_idle_seconds
         if self._source is None or not lanes:
             self._stop.wait(min(seconds, 0.05))
             return
-        waits = [lane.backoff.until - time.monotonic() for lane in self._lanes.values() if not lane.joined]
+        waits = [lane.backoff.until - time.monotonic() for lane in self.lanes.values() if not lane.joined]
         if waits:
             seconds = min(seconds, max(min(waits), 0.01))
         while not self._source.wait(lanes, seconds, self._stop):
@@ -446,8 +420,8 @@ class WorkerLoop:
         return (
             bool(self._held.recalled)
             or self._pauses.now is not self._pauses.obeyed
-            or {lease.lane for lease in self._held.leases} != self._lanes.keys()
-            or not all(lane.lease.secure for lane in self._lanes.values())
+            or {lease.lane for lease in self._held.leases} != self.lanes.keys()
+            or not all(lane.lease.secure for lane in self.lanes.values())
         )
 
     # Failures
@@ -455,22 +429,17 @@ class WorkerLoop:
     def _back_off(self, error: Exception) -> None:
         self.has_session = self._source is not None
         self._close()
-        if self.has_session and self.unsettled and not isinstance(error, BrokerUnavailable):
+        if self.has_session and self.lanes.unsettled and not isinstance(error, BrokerUnavailable):
             # Kafka can be reached. Another relay would send again what can't be settled.
             self.failing_since = None
         elif self.failing_since is None:
             self.failing_since = time.monotonic()
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             # A failure of all lanes says nothing about one.
             lane.backoff.since = None
         delay = self._backoff.failed()
-        self._observer.unavailable(list(self._lanes), error, delay)
+        self._observer.unavailable(list(self.lanes), error, delay)
         self._stop.wait(max(self._backoff.until - time.monotonic(), 0.0))
-
-    def _note_settled(self, lanes: Collection[int]) -> None:
-        for number in lanes:
-            if (lane := self._lanes.get(number)) is not None:
-                lane.unsettled = NOTHING
 
     # Letting go
 
@@ -478,29 +447,29 @@ class WorkerLoop:
         """Settle what is pending of these lanes, and let go of them; when stopped, even if that fails."""
         failed = {} if self._source is None else self._source.flush(lanes)
         if not self._stop.is_set():
-            kept = {number: failed[number] for number in failed.keys() & lanes if self._lanes[number].unsettled}
+            kept = {number: failed[number] for number in failed.keys() & lanes if self.lanes[number].unsettled}
             # Drops those that are lost.
             self._handle_failed(kept)
             lanes = [number for number in lanes if number not in kept]
         for number in list(lanes):
-            clean = self._lanes[number].joined and number not in failed
+            clean = self.lanes[number].joined and number not in failed
             self._drop(number, clean=clean, lost=isinstance(failed.get(number), LaneLost))
 
     def _drop(self, number: int, *, clean: bool, lost: bool) -> None:
         if self._source is not None:
             self._source.drop(number)
-        self._sizes.forget(number)
-        self._held.let_go(self._lanes.pop(number).lease, clean=clean, lost=lost)
+        self._sizes.forget([number])
+        self._held.let_go(self.lanes.pop(number).lease, clean=clean, lost=lost)
 
     def _finish(self) -> None:
         """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""
         try:
-            if self.unsettled:
+            if self.lanes.unsettled:
                 self._opened(last=True)
-            self._let_go(list(self._lanes))
+            self._let_go(list(self.lanes))
         except (Unavailable, SchemaError) as error:
-            self._observer.unavailable(list(self._lanes), error, 0.0)
-            for number in list(self._lanes):
+            self._observer.unavailable(list(self.lanes), error, 0.0)
+            for number in list(self.lanes):
                 self._drop(number, clean=False, lost=False)
 
     def _close(self) -> None:
@@ -513,7 +482,7 @@ class WorkerLoop:
 
     def _close_publisher(self) -> None:
         publisher, self._publisher = self._publisher, None
-        for lane in self._lanes.values():
+        for lane in self.lanes.values():
             lane.joined = False
         if publisher is not None:
             publisher.close()

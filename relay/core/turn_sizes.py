@@ -49,9 +49,6 @@ class TurnSizes:
         lanes = len(self._lanes)
         return self._limit, min(self._most_lanes or lanes, lanes)
 
-    def forget(self, lane: int) -> None:
-        self._clear([lane])
-
     def note_taken(self, limits: Mapping[int, int], batches: Batches) -> None:
         """Record how many events the lanes of a turn had, out of the most that each might have.
 
@@ -65,7 +62,7 @@ class TurnSizes:
             # What was read ahead was read with the limits of the turn before.
             lane.full = lane.taken >= min(most, before.get(number, most))
         if self._suspects_turn:
-            self._clear([number for number in known if not batches.get(number)])
+            self.forget([number for number in known if not batches.get(number)])
 
     def limits(self, ready: Sequence[int]) -> dict[int, int]:
         """Return the lanes of this turn, out of those that are ready, with the most events of each."""
@@ -155,14 +152,14 @@ class TurnSizes:
 
     def _isolated(self, batches: Batches, failed: Failed) -> Failed:
         found = {number for number, receipt in failed.receipts.items() if receipt.refused}
-        self._clear(found)
+        self.forget(found)
         blamed = [number for number in failed.blamed if number in batches]
         if not blamed and not found:
             blamed = list(batches)
         blamed = [number for number in blamed if number not in found]
         if len(batches) == 1 and blamed and len(batches[blamed[0]]) == 1:
             (number,) = blamed
-            self._clear(blamed)
+            self.forget(blamed)
             refusal = batches[number][0], str(failed.error)
             return replace(failed, receipts={**failed.receipts, number: Receipt(refused=[refusal])})
         guesses = {
@@ -187,7 +184,8 @@ class TurnSizes:
                 lane.suspected, lane.limit = size, size if len(sizes) > 1 else max(size // 2, 1)
         self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in sizes])] + groups
 
-    def _clear(self, numbers: Collection[int]) -> None:
+    def forget(self, numbers: Collection[int]) -> None:
+        """Suspect nothing of these lanes any more."""
         for number in numbers:
             self._lanes[number].suspected = 0
         self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in numbers])]
@@ -201,7 +199,7 @@ class TurnSizes:
                 lane.suspected = max(lane.suspected - lane.taken, 0)
                 lane.limit = max(min(lane.suspected // 2, lane.limit * 2), 1)
                 if not lane.suspected:
-                    self._clear([number])
+                    self.forget([number])
                     if alone:
                         # Together it was refused, and in parts it is not: the turns are too large.
                         self._shrink(self._limit, self._most_lanes or len(self._lanes))

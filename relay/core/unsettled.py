@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from outbox.errors import OutboxError, SchemaError
@@ -11,12 +11,6 @@ from relay.core.ports import NOTHING, Receipt, Source, StatementCutShort
 
 # A lane whose events wait for a lock to be settled delays the others: it is retried after this many times as long.
 _LOCK_WAITS: Final = 5
-
-
-def lanes_to_settle(lanes: Collection[Lane], *, last: bool) -> list[Lane]:
-    """Return the lanes that are due, those first that failed longest ago; with ``last`` also those that wait."""
-    due = [lane for lane in lanes if lane.unsettled and not lane.joined and (last or not lane.backoff.waits)]
-    return sorted(due, key=lambda lane: lane.backoff.failed_at)
 
 
 def pause_after_lock(lane: Lane, waited_seconds: float) -> float:

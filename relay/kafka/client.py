@@ -1,4 +1,4 @@
-"""Helpers for librdkafka clients: readers' options, error texts, the first request to Kafka."""
+"""Helpers for librdkafka clients: readers' options, errors and their texts, the first request to Kafka."""
 
 from __future__ import annotations
 
@@ -22,6 +22,31 @@ log = structlog.get_logger("relay")
 _FETCH_SECONDS: Final = 0.5
 _FETCHES_SECONDS: Final = 1.0
 _FIRST_CONTACT_SECONDS: Final = 2.0
+
+FORBIDDEN: Final = "the relay may not write to topic {topic!r}: grant it WRITE and DESCRIBE"
+
+# Errors caused by the event: sending it again unchanged would fail again.
+REFUSALS: Final = {
+    KafkaError.MSG_SIZE_TOO_LARGE: "the broker takes no message of this size; raise max.message.bytes of the topic "
+    "(and OUTBOX_KAFKA__MESSAGE_MAX_BYTES), or remove the event",
+    KafkaError.RECORD_LIST_TOO_LARGE: "the broker takes no batch of this size; raise segment.bytes of the topic",
+    KafkaError.INVALID_RECORD: "the broker calls the record invalid; a compacted topic takes no event without a key",
+    KafkaError.POLICY_VIOLATION: "the broker's policy refuses it",
+}
+
+# Errors caused by the topic: they concern every event that goes there.
+TOPIC_REFUSALS: Final = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: FORBIDDEN,
+    KafkaError.TOPIC_EXCEPTION: "Kafka calls the name of topic {topic!r} invalid; give the aggregate type a route",
+}
+
+# Errors of the messages behind the one that failed.
+CONSEQUENCES: Final = {
+    KafkaError._PURGE_QUEUE,
+    KafkaError._PURGE_INFLIGHT,
+    KafkaError._FATAL,
+    KafkaError._GAPLESS_GUARANTEE,
+}
 
 
 def text_of(error: KafkaException) -> str:

@@ -32,9 +32,15 @@ from relay.core.ports import (
     kind_of,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import NewTopics, text_of, unavailable_on_kafka_error
+from relay.kafka.client import (
+    CONSEQUENCES,
+    REFUSALS,
+    TOPIC_REFUSALS,
+    NewTopics,
+    text_of,
+    unavailable_on_kafka_error,
+)
 from relay.kafka.headers import message_headers
-from relay.kafka.refusals import CONSEQUENCES, REFUSALS, TOPIC_REFUSALS
 from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import Topics, Unanswered
 
@@ -92,7 +98,10 @@ class BatchProducer:
         self.broken_off = False
         """Whether librdkafka took no more messages, because the transaction has failed."""
         self._connections = ConnectionErrors()
-        self._late = False
+        self.purged = False
+        """Whether what was left at a deadline was purged. Then the producer must not be used again, even if all had
+        been acknowledged: librdkafka purges in its own threads, and may drop messages that are sent later.
+        """
         self._trial: float | None = None
         self._stalled: list[str] | None = None
         self._used: set[str] = set()
@@ -127,22 +136,11 @@ class BatchProducer:
         errors = [*(error for _, error in self._failed.values()), *self._markers.values()]
         return (
             self._transactional
-            and not self._late
+            and not self.purged
             and self.fatal is None
             and (self.broken_off or bool(errors))
             and all(error.code() in CONSEQUENCES for error in errors)
         )
-
-    @property
-    def purged(self) -> bool:
-        """Return whether what was left at a deadline was purged. Then the producer must not be used again, even if all
-        had been acknowledged: librdkafka purges in its own threads, and may drop messages that are sent later.
-        """
-        return self._late
-
-    @property
-    def anything_sent(self) -> bool:
-        return any(self.sent.values())
 
     def send(self, batches: Batches, deadline: float, may_send: Callable[[int], bool] = lambda _lane: True) -> None:
         """Queue events in order, filling ``sent``, ``refused`` and ``left_out``. Raises Unavailable.
@@ -218,8 +216,8 @@ class BatchProducer:
         while len(self.producer):
             seconds = deadline - time.monotonic()
             if seconds <= 0 or not may_wait():
-                self._late = True
-            if self._late or (self._transactional and self.failed):
+                self.purged = True
+            if self.purged or (self._transactional and self.failed):
                 self.producer.purge()
             elif self.fatal is not None:
                 self.producer.purge(in_flight=False)
@@ -301,7 +299,7 @@ class BatchProducer:
                 blamed.setdefault(lane, f"the lane's marker: {REFUSALS[error.code()]} ({error.str()})")
         if blamed:
             return BatchRefused(next(iter(blamed.values()))), list(blamed)
-        if self._late:
+        if self.purged:
             if self._stalled is None:
                 self._stalled = self._topics.stalled(self._unanswered(), seconds, trial=self._trial is not None)
             if self._stalled:
@@ -342,7 +340,7 @@ class BatchProducer:
 
     def _unavailable(self, causes: Sequence[tuple[Claim, KafkaError]], seconds: float) -> Unavailable:
         """Return the failure if neither an event nor a topic caused it."""
-        if self._late:
+        if self.purged:
             return DeliveryTimeout(
                 f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}{self._connections.reason}"
             )
@@ -455,7 +453,7 @@ class BatchProducer:
         if self.failed:
             raise BrokerUnavailable("Kafka: the queue of messages stays full")
         if time.monotonic() >= deadline:
-            self._late = True
+            self.purged = True
             raise DeliveryTimeout("Kafka: the queue of messages stays full")
 
     def _flush(self, seconds: float) -> None:

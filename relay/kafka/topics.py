@@ -37,7 +37,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from relay.core.ports import BrokerUnavailable, Kind, TopicUnusable
-from relay.kafka.client import create_topic, partitions_text, text_of
+from relay.kafka.client import FORBIDDEN, create_topic, partitions_text, text_of
 from relay.kafka.metadata import SharedMetadata
 
 log = structlog.get_logger("relay")
@@ -349,4 +349,3 @@ _SILENT: Final = (
     "no message to topic {topic!r} is acknowledged, while others are: see whether its partitions have leaders, and "
     "enough replicas in sync"
 )
-FORBIDDEN: Final = "the relay may not write to topic {topic!r}: grant it WRITE and DESCRIBE"

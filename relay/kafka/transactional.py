@@ -73,11 +73,10 @@ from relay.core.ports import (
     Unconfirmed,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import text_of
+from relay.kafka.client import REFUSALS, text_of
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
 from relay.kafka.ordered import OrderedProducer
 from relay.kafka.producer import Sending
-from relay.kafka.refusals import REFUSALS
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover, own_ids
 from relay.kafka.tracing import traced
@@ -242,7 +241,7 @@ class TransactionalPublisher:
         sender.producer.begin_transaction()
         failpoint("txn.begun")
         sender.send(batches, deadline)
-        if not sender.anything_sent:
+        if not any(sender.sent.values()):
             # Nothing was sent, so there is nothing to end on the broker.
             sender.producer.abort_transaction(_ABORT_SECONDS)
             return Completed(

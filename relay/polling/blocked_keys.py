@@ -1,4 +1,4 @@
-"""The failures of one lane, and the keys that wait behind them, as the lane's reader knows them. No I/O.
+"""A lane as its reader knows it: above all its failures, and the keys that wait behind them. No I/O.
 
 The low-water mark rises above rows that wait. When their key is freed, the mark has to be lowered before a newer row of
 the key, above the mark, may be published. The read of a turn can meet a failure that was gone just before it: then it
@@ -12,11 +12,13 @@ Keys are kept as digests: they can be 4,000 bytes long, and there can be 100,000
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Final, NamedTuple
 
 from outbox.event import DEAD_LETTER
+from relay.core.lease import Lease
 from relay.core.ports import Claim
 
 DIGEST: Final = "substr(sha256(convert_to(aggregate_id, 'UTF8')), 1, 16)"
@@ -69,8 +71,12 @@ class BlockedKeys:
         found = {row.id: row for row in rows}
         freed = self.remove([id_ for id_ in (list(self._keys) if asked is None else asked) if id_ not in found])
         for row in found.values():
-            if row.id not in self._keys:
-                self._add(row)
+            if row.id in self._keys:
+                continue
+            key = self._keys[row.id] = (sys.intern(row.aggregate_type), row.digest) if row.blocks else None
+            self._total += row.id
+            if key is not None:
+                self._ids.setdefault(key, set()).add(row.id)
         return freed
 
     def remove(self, ids: Iterable[int]) -> int | None:
@@ -89,12 +95,29 @@ class BlockedKeys:
                 del self._ids[key]
         return freed
 
-    def _add(self, row: FailureRow) -> None:
-        key = (sys.intern(row.aggregate_type), row.digest) if row.blocks else None
-        self._keys[row.id] = key
-        self._total += row.id
-        if key is not None:
-            self._ids.setdefault(key, set()).add(row.id)
+
+@dataclass(slots=True)
+class PolledLane:
+    """What the reader knows of a lane.
+
+    ``due``: how many due events its next turn may try. ``due_next``: that turn reads due events first; ``reading_due``:
+    the last one had some. ``row_bytes``: the mean size of its events in the last turn.
+    """
+
+    lease: Lease
+    failures: BlockedKeys = field(default_factory=BlockedKeys)
+    known: bool = False
+    """Whether the lane's failures have been read since it was held, and since they were found to have changed."""
+    unsure: set[int] = field(default_factory=set)
+    """Ids of events of which it is not known whether they are among the failures; while ``known``."""
+    due: int = 1
+    due_next: bool = True
+    reading_due: bool = False
+    row_bytes: float = 0.0
+    found: Sequence[int] = ()
+    """What a sweep has found. Not to be read before a look shows that no failure of the lane is gone."""
+    late: Sequence[int] = ()
+    """Ids below the mark, to be read before anything else."""
 
 
 def _digest(aggregate_id: str) -> bytes:

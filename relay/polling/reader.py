@@ -27,9 +27,8 @@ from outbox.event import DEAD_LETTER
 from relay.core.lease import Lease
 from relay.core.ports import Batches, Claim, Kind, UnsettledBatch
 from relay.database import unavailable_on_error
-from relay.polling.blocked_keys import FailureRow
+from relay.polling.blocked_keys import FailureRow, PolledLane
 from relay.polling.kept_marks import KeptLane, KeptMarks, Server
-from relay.polling.lane import PolledLane
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
 from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
 from relay.polling.row_marks import RowMarks, unsettled_above

@@ -26,9 +26,8 @@ from hashlib import sha256
 from typing import Final
 
 from relay.core.ports import Claim
-from relay.polling.blocked_keys import BlockedKeys
+from relay.polling.blocked_keys import BlockedKeys, PolledLane
 from relay.polling.kept_marks import Server
-from relay.polling.lane import PolledLane
 from relay.polling.queries import SERVER, Queries
 from relay.polling.session import Session
 from relay.settle.statements import array, lease_values

@@ -194,12 +194,12 @@ class Retention:
     def _step(self, connection: psycopg.Connection[Any], lock: LiteralString) -> Iterator[bool]:
         """Begin a transaction, and yield whether it has the lock."""
         with connection.transaction():
-            row = connection.execute(lock, (self._lock,)).fetchone()
+            ((locked,),) = connection.execute(lock, (self._lock,)).fetchall()
             # Creating and dropping take locks that block every archiving relay, also while they wait behind a dump:
             # give up before a relay does, which waits a tenth of its lease.
             connection.execute("SET LOCAL lock_timeout = '500ms'")
             connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
-            yield bool(row and row[0])
+            yield locked
 
     def _delete_stray(self, connection: psycopg.Connection[Any], lock: LiteralString, oldest: dt.date) -> int:
         """Delete rows that no partition had, and return how many. Before the changes, as relays wait for these."""
@@ -213,14 +213,14 @@ class Retention:
         return deleted
 
     def _plan(self, connection: psycopg.Connection[Any]) -> PrunePlan:
-        today: dt.date = self._row(connection, _TODAY)[0]
+        today: dt.date = self._value(connection, _TODAY)
         oldest = today - dt.timedelta(days=self._days)
         end = today + dt.timedelta(days=_AHEAD + 1)
         default = sql.Literal(self._default.as_string(connection))
         ranges = self._ranges(connection)
         rows: dict[dt.date, int] = {}
         # Without the right to read them there is none to delete or move them either.
-        if self._row(connection, _READABLE, default=default)[0]:
+        if self._value(connection, _READABLE, default=default):
             query = sql.SQL(_ROWS_BY_DAY).format(default=self._default, before=sql.Literal(_midnight(end)))
             rows = dict(connection.execute(query).fetchall())
         stray = [day for day in rows if day < oldest]
@@ -243,9 +243,9 @@ class Retention:
         return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
     @staticmethod
-    def _row(connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
-        (row,) = connection.execute(sql.SQL(query).format(**names)).fetchall()
-        return row
+    def _value(connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
+        ((value,),) = connection.execute(sql.SQL(query).format(**names)).fetchall()
+        return value
 
     def _change(self, connection: psycopg.Connection[Any], plan: PrunePlan, *, force: bool) -> None:
         """Drop and create partitions."""

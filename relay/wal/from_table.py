@@ -174,17 +174,14 @@ class TableReader:
         lane = self._lanes[number]
         if lane.absent:
             return True
-        with unavailable_on_error(f"recording the state of lane {number}"):
-            values = {"streaming": False, **lane.key}
-            row = self._table.connection.execute(self._queries.set_unlocked, values).fetchone()
-        # None: the row is locked, or another relay has the lane. The stream holds the lane's events, and this is
-        # retried.
-        if row is not None:
-            lane.absent, lane.state, lane.batch = True, InTable(), ()
-            channel.rewind()
-            self._table.reader.read_all_again(number)
-            log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
-        return row is not None
+        if not self._lanes.set_state([lane], InTable(), self._queries.set_unlocked):
+            # The row is locked, or another relay has the lane. The stream holds the lane's events, and this is retried.
+            return False
+        lane.absent, lane.batch = True, ()
+        channel.rewind()
+        self._table.reader.read_all_again(number)
+        log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
+        return True
 
     def _drop_visible(self, channels: Collection[Channel]) -> bool:
         """Drop the next events whose rows are visible in the table, of each channel up to the first that is not.

@@ -137,16 +137,16 @@ class StreamLanes(dict[int, StreamLane]):
         rows locked and their leases not renewed.
         """
         if lanes:
-            self._set(lanes, Streaming(), self.queries.set_unlocked)
+            self.set_state(lanes, Streaming(), self.queries.set_unlocked)
             failpoint("stream.entered")
 
     def leave_stream(self, lane: StreamLane) -> None:
         """Switch the lane to the table, durably. Raises LaneLost."""
-        if not self._set([lane], InTable(), self.queries.set_streaming):
+        if not self.set_state([lane], InTable(), self.queries.set_streaming):
             raise self.lost(lane)
         failpoint("stream.left")
 
-    def _set(self, lanes: Sequence[StreamLane], state: Streaming | InTable, query: sql.Composed) -> bool:
+    def set_state(self, lanes: Sequence[StreamLane], state: Streaming | InTable, query: sql.Composed) -> bool:
         """Record the lanes' state. Returns whether that of all."""
         values = {"streaming": isinstance(state, Streaming), **lease_values([lane.lease for lane in lanes])}
         with unavailable_on_error(f"recording the state of {lanes_text([lane.lease.lane for lane in lanes])}"):

@@ -22,7 +22,7 @@ import sys
 
 from relay import insights, wiring
 from relay.cli import main
-from relay.core import loop, reports
+from relay.core import lane, reports
 from relay.kafka import open_transactions, state_topic
 from relay.kafka.state_topic import StateTopic
 
@@ -39,7 +39,7 @@ if __name__ == "__main__":
         (reports, "_STANDING_SECONDS", 3.0),
         (insights, "_STATEMENT_SECONDS", 1.0),
         (state_topic, "_READ_SECONDS", 3.0),
-        (loop, "_ABSENT_SECONDS", 2.0),
+        (lane, "_ABSENT_SECONDS", 2.0),
     ]
     if "reconcile" in sys.argv:
         # No other command needs to import them.

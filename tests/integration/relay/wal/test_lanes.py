@@ -12,7 +12,7 @@ from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
 from outbox._clients.search_path import PinnedConnection
-from relay.core import loop
+from relay.core import lane as core_lane
 from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, Unavailable
 from relay.wal import session
 from relay.wal import source as wal_source
@@ -186,7 +186,7 @@ def test_a_lane_that_can_not_be_taken_over_does_not_hold_up_the_others(outboxed,
 
     It could not be taken over from the start, or has streamed before; then its last batch may be on Kafka or not.
     """
-    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
+    monkeypatch.setattr(core_lane, "_ABSENT_SECONDS", 0.05)
     box = outboxed(2)
     slow, quick = keys_of_lanes()
     names = {key: [f"{key}{number:03}" for number in range(60)] for key in (slow, quick)}

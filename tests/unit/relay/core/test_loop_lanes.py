@@ -11,7 +11,7 @@ import pytest
 from loop_fakes import SETTINGS, Clock, OnePublisher, OneSource, Step, World, all_of, clock, in_order, spread
 
 from outbox._clients.clock import uptime
-from relay.core import loop
+from relay.core import lane as core_lane
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
 from relay.core.pauses import Pauses
@@ -48,7 +48,7 @@ def test_a_lane_that_can_not_be_joined_is_tried_again_while_the_others_go_on():
     assert world.loop.failing_since is None
 
 
-LONG = loop._ABSENT_SECONDS + 1.0
+LONG = core_lane._ABSENT_SECONDS + 1.0
 
 
 def slowly(clock: Clock) -> Step:
