@@ -11,14 +11,13 @@ __all__ = ["url"]
 AT_MOST_ONCE = {"delivery": "at-most-once", "relay__batch_size": 5}
 
 
-@pytest.mark.parametrize("acks", [0, 1])
 @pytest.mark.parametrize(
-    ("point", "left"),
+    ("point", "left", "acks"),
     [
         # In the second turn: read; deleted; sent.
-        ("batch.fetched=kill@2", 15),
-        ("batch.settled=kill@2", 10),
-        ("batch.acknowledged=kill@2", 10),
+        ("batch.fetched=kill@2", 15, 1),
+        ("batch.settled=kill@2", 10, 1),
+        ("batch.acknowledged=kill@2", 10, 0),
     ],
 )
 def test_at_most_once_a_kill_loses_at_most_a_batch_and_doubles_nothing(

@@ -2,6 +2,7 @@
 
 What a mutation breaks is an invariant of docs/explanation/protocol.tla. For every mutation the same scenario is run
 with the relay as it is too, here or where a comment says, and passes: it is the guard that makes the difference.
+What is settled before it is acknowledged, and a marker that comes first: test_protocol_traces.py.
 """
 
 from __future__ import annotations
@@ -64,25 +65,6 @@ def repeated(messages) -> set[bytes]:
     """The ids of events that stand on the topic more than once."""
     counts = Counter(dict(message.headers())["ce_id"] for message in messages)
     return {event_id for event_id, count in counts.items() if count > 1}
-
-
-@pytest.mark.parametrize(
-    ("mutation", "point", "expected"),
-    [
-        # Killed there as it is: test_killed_at_every_step.
-        ("settle_before_ack", "batch.sent=kill@5", {Invariant.NO_LOSS}),
-        ("marker_first", "txn.begun=kill@5", {Invariant.NO_LOSS}),
-    ],
-)
-def test_a_kill_between_the_steps(outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, point, expected):
-    url, (kind, topic, settings) = outbox_postgres.url, scenario
-    with Load(url, kind) as load:
-        victim = outbox_relay(env={VARIABLE: point}, program=(MUTANT, mutation), **settings)
-        assert victim.wait(40) == -signal.SIGKILL
-        successor = outbox_relay(**settings)
-        load.drain()
-        assert "lane stopped" not in successor.log()
-    assert verdict(url, outbox_kafka.consume(topic)) == expected
 
 
 def test_a_sleeper_that_wakes_with_a_batch_in_hand(outbox_postgres, outbox_kafka, outbox_relay, scenario):

@@ -85,26 +85,6 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
     assert relay.running
 
 
-def test_a_replay_from_the_archive(url, outbox_kafka, outbox_relay, wal):
-    topic = outbox_kafka.create_topic(outbox_kafka.name("orders"))
-    # Who loses its lease reads its table for a while, and may repeat events.
-    wal |= {"relay__lease_seconds": 20}
-    relay = outbox_relay(env=routes(Order=topic), relay__archive_days=7, **wal)
-    wait_until(lambda: streaming(url), 30, "the lane to stream")
-    add(url, event("Order", "a1"), event("Order", "b1"), event("Order", "a2"))
-    sent = outbox_kafka.consume(topic, 3)
-    archived = 'SELECT event_type, topic, partition, "offset" FROM outbox.published ORDER BY id'
-    wait_until(lambda: len(look_up(url, archived)) == 3, what="the archive")
-    assert look_up(url, archived) == [(name, topic, 0, number) for number, name in enumerate(["a1", "b1", "a2"])]
-    done(url, wal, "replay", "--aggregate", "Order/a", "--yes", "--reason", "test")
-    again = outbox_kafka.consume(topic, 5)[3:]
-    assert names(again) == ["a1", "a2"]
-    assert [headers(each)["ce_id"] for each in again] == [headers(sent[0])["ce_id"], headers(sent[2])["ce_id"]]
-    assert all("outbox-replay" in headers(each) for each in again)
-    assert streaming(url)
-    assert relay.running
-
-
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 

@@ -50,8 +50,7 @@ class Mirror:
 @pytest.mark.parametrize(
     ("delivery", "source", "mirrored", "sink_stays"),
     [
-        ("exactly-once", "polling", "events", True),
-        ("at-least-once", "wal", "events", False),
+        ("at-least-once", "polling", "events", True),
         ("exactly-once", "wal", "events and markers", False),
     ],
 )
