@@ -127,6 +127,8 @@ _broker._NODE_SETTINGS = (
     "background.threads",
     "broker.heartbeat.interval.ms",
     "broker.session.timeout.ms",
+    "group.consumer.min.session.timeout.ms",
+    "group.consumer.session.timeout.ms",
     "group.min.session.timeout.ms",
     "num.io.threads",
     "num.network.threads",
@@ -322,6 +324,9 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
         "broker.heartbeat.interval.ms": "2000",
         "broker.session.timeout.ms": "18000",
         "group.min.session.timeout.ms": "1000",
+        # The newer protocol's sessions, of which the broker says how long they are: 45 seconds by default.
+        "group.consumer.min.session.timeout.ms": "6000",
+        "group.consumer.session.timeout.ms": "6000",
         # Idle, each thread wakes three times a second.
         "background.threads": "2",
         "num.io.threads": "2",

@@ -64,10 +64,12 @@ def test_a_relay_whose_lanes_were_taken_while_it_lives_lets_go_of_them(
         wait_until(lambda: owners(url) == {"halted": 2, "other": 2}, what="both with two lanes")
         load.more(100)
         assert halted.running
-        halted.kill()
+        # It would take the other one's lanes.
+        halted.pause()
         other.kill()
         wait_until(lambda: not look_up(url, sessions, "outbox relay other"), what="its sessions to end")
         again = outbox_relay(relay__instance="other", **settings)
         again.wait_for_log("lanes of a former process of this name are free")
+        halted.resume()
         load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0

@@ -10,9 +10,9 @@ from acceptance.test_failures import (
     test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
-from failing_relays import QUICK, add, dead, event, headers, names, routes
+from failing_relays import QUICK, add, dead, event, names, routes
 from support import IMPATIENT, Crashes, Load, await_stops, check, drained, look_up, wait_until
-from wal_support import done, streaming, to_wal, used_up
+from wal_support import streaming, to_wal, used_up
 
 from outbox._app import migrate as db
 from relay.failpoints import VARIABLE
