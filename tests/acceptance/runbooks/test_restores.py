@@ -20,6 +20,7 @@ from external_support import Sink, payments, provider
 from inbox_support import Log
 from pgbouncer import PgBouncer
 from proxy import TcpProxy
+from reconcile_support import unverified
 from restored import NOW, Backup, snapshot
 from rows_and_roles import execute
 from runbook_support import every_step_was_taken, of
@@ -37,7 +38,7 @@ from outbox.testing.fixtures import RelayProcess, Topics
 from outbox.urls import with_database
 from relay.tasks.archive import Retention
 
-__all__ = ["provider"]
+__all__ = ["provider", "unverified"]
 
 LAST_ID = "SELECT last_value FROM outbox.events_id_seq"
 
@@ -360,13 +361,13 @@ def delete(kafka: Topics, topic: str) -> None:
 # A topic alone: the markers of exactly-once are left, which makes it the other case. With at-least-once there are none.
 @pytest.mark.parametrize("what", ["cluster", "topic"])
 @of("Kafka was lost, or a topic")
-def test_kafka_is_lost(follow, outbox_kafka, new_kafka, outbox_postgres, settings, what):
+def test_kafka_is_lost(follow, outbox_kafka, unverified, outbox_postgres, settings, what):
     """With an archive. The new cluster, or topic, is empty, and a group had applied only a part."""
     settings |= {"delivery": "exactly-once", "relay__archive_days": 7, "relay__lease_seconds": 10}
     url = outbox_postgres.url
     first = second = outbox_kafka
     if what == "cluster":
-        second = Topics(new_kafka.bootstrap_servers)
+        second = Topics(unverified.bootstrap_servers)
         second.token = first.token
     shop = Shop(first)
     shop.prepare(url)
