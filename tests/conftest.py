@@ -57,7 +57,6 @@ BROKERS = {
         "integration/relay/settle/test_late_commits.py",
         "integration/spark_jobs/task/test_reader_failures.py",
     },
-    "new": {"acceptance/runbooks/test_region.py", "acceptance/runbooks/test_restores.py"},
     "three": {
         "acceptance/test_stuck_topics.py",
         "integration/outbox/inbox/test_leaders.py",
@@ -66,6 +65,8 @@ BROKERS = {
     },
     "unverified": {
         "acceptance/runbooks/test_kafka.py",
+        "acceptance/runbooks/test_region.py",
+        "acceptance/runbooks/test_restores.py",
         "integration/relay/kafka/test_open_transactions.py",
         "integration/relay/operations/test_reconcile.py",
     },
@@ -128,6 +129,8 @@ _broker._NODE_SETTINGS = (
     "background.threads",
     "broker.heartbeat.interval.ms",
     "broker.session.timeout.ms",
+    "group.consumer.min.session.timeout.ms",
+    "group.consumer.session.timeout.ms",
     "group.min.session.timeout.ms",
     "num.io.threads",
     "num.network.threads",
@@ -259,8 +262,8 @@ def group(nodeid: str) -> str:
     spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
              with all of them would go on for long after the others.
     secured  what shares a Kafka with TLS.
-    mortal, three, unverified, new   what shares a Kafka that tests may kill, three brokers of which they may, one that
-                                     verifies no transactions, or one that is there instead of a lost one.
+    mortal, three, unverified   what shares a Kafka that tests may kill, three brokers of which they may, or one that
+                                verifies no transactions.
     planted  what shares a database in which names are planted.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of JSON at large is a group of its own: they come last, need nothing but a processor, and one process
@@ -322,6 +325,9 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
         "broker.heartbeat.interval.ms": "2000",
         "broker.session.timeout.ms": "18000",
         "group.min.session.timeout.ms": "1000",
+        # The newer protocol's sessions, of which the broker says how long they are: 45 seconds by default.
+        "group.consumer.min.session.timeout.ms": "6000",
+        "group.consumer.session.timeout.ms": "6000",
         # Idle, each thread wakes three times a second.
         "background.threads": "2",
         "num.io.threads": "2",

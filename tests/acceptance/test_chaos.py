@@ -19,7 +19,7 @@ def test_a_short_course(tmp_path):
     assert {act.name for act in course.acts} == {"replay", "partitions", "lanes"}
     # On a slow machine the topic that gets partitions is late, and these are: operators come later, and have more time.
     acts = tuple(replace(act, at=act.at + 4.0) for act in course.acts)
-    course = replace(course, acts=acts, configuration=replace(course.configuration, seconds=24))
+    course = replace(course, acts=acts, configuration=replace(course.configuration, seconds=24, rate=150))
     with KafkaSite(1) as site:
         result = run(course, site, tmp_path / "run")
     print(result.as_json())

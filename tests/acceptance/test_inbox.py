@@ -86,10 +86,9 @@ def test_each_effect_is_there_once_whoever_is_killed_or_joins(start):
     assert log.run("SELECT count(*) FROM consumer.processed_messages") == [(total,)]
 
 
-def test_with_the_newer_protocol_of_groups_a_killed_member_repeats_nothing(outbox_postgres, private_kafka, tmp_path):
+def test_with_the_newer_protocol_of_groups_a_killed_member_repeats_nothing(start):
     """KIP-848: the broker assigns partitions, and chooses how long the session of a killed member is."""
-    session = {"group.consumer.session.timeout.ms": "6000", "group.consumer.min.session.timeout.ms": "6000"}
-    log = Log(outbox_postgres, private_kafka.topics(private_kafka(settings=session)), 4)
+    log = start.log
     options = {"batch": 20, "kafka": {"group.protocol": "consumer"}}
 
     def write() -> None:
@@ -99,18 +98,14 @@ def test_with_the_newer_protocol_of_groups_a_killed_member_repeats_nothing(outbo
         write()
         return len(log.run("SELECT DISTINCT member FROM effects")) == 2
 
-    killed, left = (log.process(tmp_path, name, **options) for name in ("killed", "left"))
-    try:
-        wait_until(both_take_part, 60, "both members")
-        for _ in range(10):
-            write()
-        killed.signal(signal.SIGKILL)
-        wait_until(lambda: log.count() >= sum(map(len, log.written.values())), 120, "all effects")
-        left.signal(signal.SIGTERM)
-        assert left.wait() == 0, left.text()
-    finally:
-        for process in (killed, left):
-            process.end()
+    killed, left = (start(name, **options) for name in ("killed", "left"))
+    wait_until(both_take_part, 60, "both members")
+    for _ in range(10):
+        write()
+    killed.signal(signal.SIGKILL)
+    wait_until(lambda: log.count() >= sum(map(len, log.written.values())), 120, "all effects")
+    left.signal(signal.SIGTERM)
+    assert left.wait() == 0, left.text()
     log.check()
     assert log.run("SELECT sum(applied), sum(duplicates) FROM consumer.offsets") == [(log.count(), 0)]
 

@@ -2,14 +2,13 @@
 
 What a mutation breaks is an invariant of docs/explanation/protocol.tla. For every mutation the same scenario is run
 with the relay as it is too, here or where a comment says, and passes: it is the guard that makes the difference.
+What is settled before it is acknowledged, and a marker that comes first: test_protocol_traces.py.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 from collections import Counter
-from collections.abc import Iterable
 
 import psycopg
 import pytest
@@ -26,7 +25,6 @@ from support import (
     ends,
     halted,
     look_up,
-    numbers_by_key,
     owners,
     wait_until,
 )
@@ -34,7 +32,6 @@ from wal_support import done
 
 from outbox import Event, Outbox
 from relay.failpoints import VARIABLE
-from relay.operations.dead_letters import DeadLetters, Selection
 
 
 @pytest.fixture
@@ -64,25 +61,6 @@ def repeated(messages) -> set[bytes]:
     """The ids of events that stand on the topic more than once."""
     counts = Counter(dict(message.headers())["ce_id"] for message in messages)
     return {event_id for event_id, count in counts.items() if count > 1}
-
-
-@pytest.mark.parametrize(
-    ("mutation", "point", "expected"),
-    [
-        # Killed there as it is: test_killed_at_every_step.
-        ("settle_before_ack", "batch.sent=kill@5", {Invariant.NO_LOSS}),
-        ("marker_first", "txn.begun=kill@5", {Invariant.NO_LOSS}),
-    ],
-)
-def test_a_kill_between_the_steps(outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, point, expected):
-    url, (kind, topic, settings) = outbox_postgres.url, scenario
-    with Load(url, kind) as load:
-        victim = outbox_relay(env={VARIABLE: point}, program=(MUTANT, mutation), **settings)
-        assert victim.wait(40) == -signal.SIGKILL
-        successor = outbox_relay(**settings)
-        load.drain()
-        assert "lane stopped" not in successor.log()
-    assert verdict(url, outbox_kafka.consume(topic)) == expected
 
 
 def test_a_sleeper_that_wakes_with_a_batch_in_hand(outbox_postgres, outbox_kafka, outbox_relay, scenario):
@@ -169,48 +147,6 @@ def test_a_kill_after_a_turn_that_left_rows_out(
     assert found[0] == once
     assert (set() if found[1] == once else {Invariant.NO_LOSS}) == expected
     assert found[1] <= once
-
-
-@pytest.mark.parametrize(
-    ("mutation", "expected"), [("none", set()), ("freed_keys_overtake", {Invariant.ORDER_OF_A_KEY})]
-)
-def test_a_key_that_is_freed_while_it_is_written(outbox_postgres, outbox_kafka, outbox_relay, mutation, expected):
-    """Behind a refused event there are more rows than a batch, and the relay reads above them by then."""
-    url, kind = outbox_postgres.url, outbox_kafka.name("Order")
-    limit = {"max.message.bytes": "20000"}
-    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2, limit)
-    program = (MUTANT, f"quick_marks+{mutation}")
-    outbox_relay(program=program, relay__batch_size=50, failures__max_attempts=1)
-    rounds, waiting, turns = 4, 120, 12
-    dead = "SELECT count(*) FROM outbox.dead_letters"
-    others = "SELECT count(*) FROM outbox.events WHERE aggregate_id = 'another'"
-    with psycopg.connect(url, autocommit=True) as connection:
-
-        def write(key: str, numbers: Iterable[int], *before: Event) -> None:
-            with connection.transaction():
-                Outbox().add_many(connection, [*before, *(Event(kind, key, "T", {"n": n}) for n in numbers)])
-
-        for number in range(rounds):
-            key = f"k{number}"
-            refused = Event(kind, key, "T", os.urandom(60_000))
-            write(key, range(waiting), refused)
-            wait_until(lambda: look_up(url, dead) == [(1,)], 60, "the event to be dead")
-            for turn in range(turns):
-                write("another", [number * turns + turn])
-                wait_until(lambda: look_up(url, others) == [(0,)], 60, "other keys to go on")
-            with connection.transaction():
-                write(key, [waiting])
-                DeadLetters(connection, "outbox").discard(Selection(), "a test")
-            write(key, [waiting + 1])
-            drained(url)
-    seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
-    assert repeats == 0
-    assert {key: sorted(numbers) for key, numbers in seen.items()} == {
-        **{f"k{each}": list(range(waiting + 2)) for each in range(rounds)},
-        "another": list(range(rounds * turns)),
-    }
-    in_order = all(numbers == sorted(numbers) for numbers in seen.values())
-    assert (set() if in_order else {Invariant.ORDER_OF_A_KEY}) == expected
 
 
 def unflushed(url: str) -> int:

@@ -8,13 +8,12 @@ import psycopg
 import pytest
 from pause_support import WAYS, Draining, Published, TwoKinds, obeyed, pause, read, resume, scope_named
 from shown import Shown
-from support import backlog, check, end_leases, ends, look_up, owners, wait_until
+from support import backlog, check, ends, look_up, owners, wait_until
 from wal_support import held_by, run_outbox, set_up, status, streaming, switch, to_wal
 
 from outbox import Event, Outbox
 from outbox.sandbox._ports import free_ports
 from relay.core.pauses import ALL, scopes_of
-from relay.failpoints import VARIABLE
 
 LANE = scopes_of([1], [])[0]
 
@@ -47,24 +46,15 @@ class Place:
         return look_up(self.url, "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint")[0][0]
 
 
-def ways(*pairs):
-    """Return the parameters of a test for these ways and scopes: each source, delivery and scope, not all of them."""
-    return pytest.mark.parametrize(("place", "which"), pairs, indirect=["place"])
-
-
-@pytest.fixture
-def place(request, outbox_postgres, outbox_kafka, wal):
-    return Place(request.param, outbox_postgres, outbox_kafka, wal)
-
-
 @pytest.fixture
 def polled(outbox_postgres, outbox_kafka, wal):
     return Place(WAYS[0], outbox_postgres, outbox_kafka, wal)
 
 
-@ways((WAYS[0], "lane"), (WAYS[3], "topic"))
-def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
+@pytest.mark.parametrize(("way", "which"), [(WAYS[0], "lane"), (WAYS[3], "topic")])
+def test_what_is_paused_waits_and_the_rest_goes_on(outbox_postgres, outbox_kafka, outbox_relay, wal, way, which):
     """And when it is resumed, each event is published once and in order. All lanes at once: the 256 below."""
+    place = Place(way, outbox_postgres, outbox_kafka, wal)
     url, scope = place.url, scope_named(which, place.topics)
     with place.load() as load:
         outbox_relay(**place.settings)
@@ -85,30 +75,6 @@ def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
         assert check(url, published.all_of(load)) == 0
     if place.wal:
         wait_until(lambda: streaming(url), what="the lanes to stream again")
-
-
-@ways((WAYS[1], "topic"))
-def test_a_pause_outlives_those_who_obey_it(place, outbox_relay, which):
-    """Killed, taken over, stopped in order: whoever has the lanes obeys from its first turn on."""
-    url, scope = place.url, scope_named(which, place.topics)
-    with place.load() as load:
-        published = place.published(load)
-        relay = outbox_relay(relay__instance="first", **place.settings)
-        wait_until(lambda: published.of(scope) > 20, what="some load")
-        pause(url, scope)
-        before = published.of(scope)
-        relay.kill()
-        end_leases(url)
-        relay = outbox_relay(relay__instance="second", **place.settings)
-        besides = published.besides(scope)
-        wait_until(lambda: published.besides(scope) > besides + 30, 60, "the others to go on")
-        ends(relay)
-        outbox_relay(relay__instance="third", **place.settings)
-        besides = published.besides(scope)
-        wait_until(lambda: published.besides(scope) > besides + 30, 60, "the others to go on again")
-        assert published.of(scope) == before
-        resume(url, scope)
-        assert check(url, published.all_of(load)) == 0
 
 
 def test_a_pause_outlives_a_switch_of_the_source(outbox_postgres, outbox_kafka, outbox_relay, wal):
@@ -135,10 +101,10 @@ def test_a_pause_outlives_a_switch_of_the_source(outbox_postgres, outbox_kafka, 
         assert check(url, published.all_of(load)) == 0
 
 
-@ways((WAYS[0], "topic"), (WAYS[3], "lane"))
-def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay, which):
-    """The event of a transaction that was open when the drain began, too. Of all lanes: the next test."""
-    url, scope = place.url, scope_named(which, place.topics)
+def test_a_drain_publishes_what_was_written_and_then_pauses(outbox_postgres, outbox_kafka, outbox_relay, wal):
+    """The event of a transaction that was open when the drain began, too."""
+    place = Place(WAYS[3], outbox_postgres, outbox_kafka, wal)
+    url, scope = place.url, scope_named("topic", place.topics)
     outbox = Outbox()
     with place.load() as load, psycopg.connect(url) as old, contextlib.ExitStack() as stack:
         outbox_relay(**place.settings)
@@ -168,45 +134,8 @@ def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay,
         assert check(url, published.all_of(load)) == 0
 
 
-@pytest.mark.parametrize("place", [WAYS[1], WAYS[2]], indirect=True)
-def test_a_drain_whose_relay_is_killed(place, outbox_relay):
-    """At the 3rd of its turns of six; another relay publishes the rest, and nothing that came later is published."""
-    url, count, batch = place.url, 6_000, 250
-    outbox = Outbox()
-    point = "txn.committed" if place.settings["delivery"] == "exactly-once" else "batch.acknowledged"
-    load = place.load()
-    with psycopg.connect(url) as connection:
-        connection.execute("INSERT INTO business SELECT 'k0-' || n, 60 FROM generate_series(0, 99) AS n")
-        outbox.add_many(
-            connection,
-            [
-                Event(load.kind(key), key, "Counted", {"seq": seq})
-                for seq in range(1, 61)
-                for key in (f"k0-{n}" for n in range(100))
-            ],
-        )
-    draining = Draining(url, ALL)
-    settings = place.settings | {"relay__batch_size": batch}
-    victim = outbox_relay(env={VARIABLE: f"{point}=kill@3"}, **settings)
-    assert victim.wait(60) < 0
-    assert not draining.drained()
-    end_leases(url)
-    outbox_relay(**settings)
-    with draining:
-        wait_until(draining.drained, 120, "the drain")
-        draining.pause()
-    obeyed(url, [ALL])
-    with psycopg.connect(url) as connection:
-        outbox.add(connection, Event(place.kinds[0], "later", "Counted", {"seq": 1}))
-    messages = place.published(load).messages()
-    repeats = check(url, messages)
-    assert repeats <= 4 * batch
-    assert repeats == 0 or place.settings["delivery"] == "at-least-once"
-    assert len(messages) == count + repeats
-
-
 def test_at_most_once_loses_nothing_to_a_pause(polled, outbox_relay):
-    """Its rows are deleted before they are sent: what is paused must not be among them."""
+    """Its rows are deleted before they are sent: what is paused must not be among them. A pause outlives its relay."""
     url = polled.url
     topic = scopes_of([], [polled.topics[0]])[0]
     with polled.load() as load:

@@ -57,14 +57,10 @@ def shop(outbox_postgres_server, tmp_path_factory) -> Iterator[Shop]:
     outbox_postgres_server.drop_database(name)
 
 
-@pytest.fixture(scope="module")
-def migrated(shop) -> None:
-    shop.python("manage.py", "migrate")
-
-
 @pytest.fixture
-def address(shop, migrated) -> Iterator[str]:
+def address(shop) -> Iterator[str]:
     """Where the project's server listens; its tables are there."""
+    shop.python("manage.py", "migrate")
     log = shop.folder / "server.log"
     command = [sys.executable, "-W", "error", "manage.py", "runserver", "--noreload", "127.0.0.1:0"]
     with (
@@ -93,22 +89,6 @@ def test_orders_and_their_events_are_committed_together(shop, address, outbox_ka
     assert sorted(found) == shop.orders()
     wait_until(lambda: look_up(shop.url, "SELECT FROM outbox.events") == [], what="an empty outbox")
     assert len(outbox_kafka.consume(topic)) == 3
-
-
-def test_an_event_outside_of_a_transaction_is_refused(shop, migrated):
-    shop.python("-m", "relay.cli", "db", "check")
-    program = (
-        "from outbox import Event, TargetError\n"
-        "from outbox.django import outbox\n"
-        "for connected in (False, True):\n"
-        "    try:\n"
-        "        outbox.add(Event('Order', 1, 'OrderPlaced'))\n"
-        "    except TargetError as error:\n"
-        "        print(error)\n"
-    )
-    printed = shop.python("manage.py", "shell", "--no-imports", "--command", program)
-    assert printed.count("no transaction is open") == 2, printed
-    assert look_up(shop.url, "SELECT FROM outbox.events") == []
 
 
 def test_the_projects_own_tests_pass(shop):

@@ -26,7 +26,6 @@ SERVERS = {
     ("recipe", "driver", "refusal"),
     [
         ("fastapi_async", "asyncpg", {"detail": "out of stock: tea"}),
-        ("fastapi_async", "psycopg", {"detail": "out of stock: tea"}),
         ("flask_shop", "psycopg", {"error": "out of stock: tea"}),
     ],
 )

@@ -15,6 +15,7 @@ from support import (
     check,
     check_at_most_once,
     ends,
+    look_up,
     owners,
     said_to_be_lost,
     wait_until,
@@ -142,6 +143,9 @@ def test_at_most_once_while_servers_are_killed(private_postgres, mortal_kafka, o
     crashes = Crashes(url, kind, BATCH)
     with Load(url, kind) as load:
         relay = first = outbox_relay(**settings)
+        relay.wait_for_log("lanes acquired")
+        # What it has taken from the table it may still send: its lanes are free when their leases end, not before.
+        assert look_up(url, "SELECT session FROM outbox.relays") == [(None,)]
         for victim in ("broker", "Postgres", "relay"):
             load.more(200)
             caught_up(url)
@@ -174,9 +178,7 @@ def test_settings_that_can_not_work_end_the_command_with_one_line(outbox_relay, 
     wrong = (
         ({"delivery": "exactly-once", "kafka__retry_backoff_ms": 1}, "retry.backoff.ms"),
         ({"env": {"OUTBOX_FAILPOINTS": "batch.sent=burn"}}, "batch.sent=burn"),
-        ({"kafka__acks": "1"}, "acks=1 would break at-least-once"),
         ({"kafka__no_such_option": "1"}, "no.such.option"),
-        ({"topic_template": "events"}, "topic_template"),
     )
     for relay, shown in [(outbox_relay(**settings), shown) for settings, shown in wrong]:
         assert relay.wait() == 2

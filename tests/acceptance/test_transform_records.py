@@ -180,7 +180,7 @@ def test_many_letters_larger_than_any_topic_takes(outbox_kafka, pauses, caplog):
     assert caplog.text.count("too large for its topic") <= len(values) + 1
 
 
-@pytest.mark.parametrize(("each", "seconds", "refused"), [(1, 60.0, 1), (10, 60.0, 1), (1, 0.0, 2)])
+@pytest.mark.parametrize(("each", "seconds", "refused"), [(10, 60.0, 1), (1, 0.0, 2)])
 def test_records_that_fit_by_themselves_and_not_together(
     outbox_kafka, pauses, caplog, monkeypatch, each, seconds, refused
 ):

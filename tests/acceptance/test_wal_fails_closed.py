@@ -150,20 +150,14 @@ def test_what_happens_to_slots(stage, outbox_kafka, order):
 PUBLICATIONS = [
     ("DROP PUBLICATION outbox_relay",),
     (
-        "DROP PUBLICATION outbox_relay",
-        "CREATE PUBLICATION outbox_relay FOR TABLE outbox.events {columns} WITH (publish = 'insert')",
-    ),
-    (
         "ALTER PUBLICATION outbox_relay DROP TABLE outbox.events",
         "ALTER PUBLICATION outbox_relay ADD TABLE outbox.events {columns}",
     ),
     ("ALTER PUBLICATION outbox_relay SET TABLE outbox.events {columns} WHERE (id % 3 <> 0)",),
-    ("ALTER PUBLICATION outbox_relay SET TABLE outbox.events (id)",),
     (
         "ALTER PUBLICATION outbox_relay SET (publish = 'update')",
         "ALTER PUBLICATION outbox_relay SET (publish = 'insert')",
     ),
-    ("ALTER PUBLICATION outbox_relay RENAME TO other", "ALTER PUBLICATION other RENAME TO outbox_relay"),
 ]
 
 
@@ -187,7 +181,6 @@ def test_what_happens_to_publications(stage, outbox_kafka, order):
             stage.relay.resume()
             said = stage.says("publication 'outbox_relay'", REPAIR)
             assert (said["event"], said["level"]) == ("lane stopped", "error")
-            stage.admin.execute("DROP PUBLICATION IF EXISTS other")
             stage.repair()
         # Somebody else's table in it does no harm, but no relay starts with it.
         stage.admin.execute("CREATE TABLE other (n int)")

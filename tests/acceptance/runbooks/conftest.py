@@ -15,7 +15,6 @@ from support import IMPATIENT
 from typer.testing import CliRunner
 
 from outbox.sandbox._ports import free_ports
-from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import RelayProcess
 from relay.cli.app import app
 
@@ -98,12 +97,6 @@ def follow(section, outbox_relay, settings) -> Callable[[str], Operator]:
 @pytest.fixture
 def shop(outbox_kafka) -> Shop:
     return Shop(outbox_kafka)
-
-
-@pytest.fixture
-def new_kafka(of_group) -> KafkaCluster:
-    """The cluster that is there instead of the lost one. It has nothing of the tests' outboxes."""
-    return of_group.once(KafkaCluster)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The runbook of a region that is gone: the other one's standby was behind, and its mirror of Kafka was too.
 
-Commands come out of docs/operations/runbooks.md itself; see runbooks.py. The mirror has offsets of its own.
+Commands come out of docs/operations/runbooks.md itself; see runbooks.py. The mirror has offsets of its own. The cluster
+that is there instead of the lost one is the one that test_kafka.py needs: it has nothing of the tests' outboxes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 from proxy import TcpProxy
+from reconcile_support import unverified
 from restored import NOW
 from runbook_support import of
 from shop import Shop, applied, in_order, outbox_of, prepare_sink
@@ -23,6 +25,8 @@ from outbox._app import migrate as db
 from outbox._topics import STATE_SUFFIX
 from outbox.inbox.errors import TopicReplaced
 from outbox.testing.fixtures import Topics
+
+__all__ = ["unverified"]
 
 LOST = "Kafka was lost, or a topic"
 
@@ -50,14 +54,13 @@ class Mirror:
 @pytest.mark.parametrize(
     ("delivery", "source", "mirrored", "sink_stays"),
     [
-        ("exactly-once", "polling", "events", True),
-        ("at-least-once", "wal", "events", False),
+        ("at-least-once", "polling", "events", True),
         ("exactly-once", "wal", "events and markers", False),
     ],
 )
 @of("A second region is promoted")
 def test_a_region_is_promoted(
-    follow, private_postgres, outbox_postgres, new_kafka, shop, settings, delivery, source, mirrored, sink_stays
+    follow, private_postgres, outbox_postgres, unverified, shop, settings, delivery, source, mirrored, sink_stays
 ):
     """Of two partitions the mirror has one to the end, or all markers, and otherwise only what was there at first."""
     settings |= {"delivery": delivery, "source": source, "relay__archive_days": 7, "relay__lease_seconds": 10}
@@ -66,7 +69,7 @@ def test_a_region_is_promoted(
     markers = settings["name"] + STATE_SUFFIX
     primary, url = outbox_of(private_postgres, shop, settings)
     db.upgrade_consumer(url)
-    second = Topics(new_kafka.bootstrap_servers)
+    second = Topics(unverified.bootstrap_servers)
     second.token = shop.kafka.token
     there = Shop(second)
     mirror = Mirror(shop.kafka, second)
