@@ -47,7 +47,7 @@ SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.rel
 _KEPT: Final = """
 SELECT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = {events_name}::regclass AND tgname = 'outbox_ledger'
                                         AND tgenabled IN ('O', 'A')),
-       has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({state_name}, 'SELECT')"""
+       has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({ledger_state_name}, 'SELECT')"""
 
 _STATE: Final = "SELECT key, since, since > clock_timestamp() FROM {ledger_state}"
 _AGAIN: Final = "`outbox db ledger off` and `on` begin another one"
@@ -241,15 +241,12 @@ def _exists(connection: psycopg.Connection[Any], schema: str) -> bool:
 
 
 def _names(schema: str, connection: psycopg.Connection[Any]) -> dict[str, sql.Composable]:
-    ledger, published = sql.Identifier(schema, "ledger"), sql.Identifier(schema, "published")
-    state_table, events = sql.Identifier(schema, "ledger_state"), sql.Identifier(schema, "events")
-    return names_of(schema) | {
-        "ledger": ledger,
-        "ledger_name": sql.Literal(ledger.as_string(connection)),
-        "published_name": sql.Literal(published.as_string(connection)),
-        "ledger_state": state_table,
-        "state_name": sql.Literal(state_table.as_string(connection)),
-        "events_name": sql.Literal(events.as_string(connection)),
+    own = {name: sql.Identifier(schema, name) for name in ("ledger", "ledger_state", "published", "events")}
+    quoted = {f"{name}_name": sql.Literal(table.as_string(connection)) for name, table in own.items()}
+    return {
+        **names_of(schema),
+        **own,
+        **quoted,
         "function": sql.Identifier(schema, "count_in_ledger"),
         "trigger": sql.Identifier(_TRIGGER),
         "modulus": sql.SQL(str(MODULUS)),

@@ -218,16 +218,8 @@ class Topics:
                 add(place, message)
 
         with unavailable_on_kafka_error(f"reading {', '.join(sorted(self._topics))}"):
-            self._read(starts, ends, within)
-
-    def _read(
-        self,
-        starts: Mapping[Partition, int],
-        ends: Mapping[Partition, int],
-        make: Callable[[Partition, Message], None],
-    ) -> None:
-        for _ in read(self._options, starts, ends, make, isolation="read_committed", group=_GROUP):
-            pass
+            for _ in read(self._options, starts, ends, within, isolation="read_committed", group=_GROUP):
+                pass
 
 
 def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Window, Sum], dict[Window, Sum]]:
