@@ -30,7 +30,6 @@ from relay.operations.audit import note
 from relay.settle.statements import names_of
 from relay.tasks.archive import MOST_OVERDUE_DAYS
 
-_TRIGGER: Final = "outbox_ledger"
 _LEAST_DAYS: Final = 7
 
 # All writers wait behind a change that waits for one of them, and behind a client that is stopped in it.
@@ -82,7 +81,7 @@ CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
 _ON: Final = (
     "REVOKE ALL ON FUNCTION {function}() FROM PUBLIC",
     """
-CREATE TRIGGER {trigger} AFTER INSERT ON {events} REFERENCING NEW TABLE AS added
+CREATE TRIGGER outbox_ledger AFTER INSERT ON {events} REFERENCING NEW TABLE AS added
    FOR EACH STATEMENT EXECUTE FUNCTION {function}()""",
     "INSERT INTO {ledger_state} (key, since) VALUES ({key}, clock_timestamp())",
 )
@@ -93,7 +92,7 @@ SELECT DISTINCT grantee::regrole::text FROM pg_class AS c CROSS JOIN LATERAL acl
  WHERE c.oid = {published_name}::regclass AND a.privilege_type = 'SELECT' AND a.grantee NOT IN (0, c.relowner)"""
 
 _OFF: Final = (
-    "DROP TRIGGER IF EXISTS {trigger} ON {events}",
+    "DROP TRIGGER IF EXISTS outbox_ledger ON {events}",
     "DROP FUNCTION IF EXISTS {function}()",
     "DROP TABLE IF EXISTS {ledger}, {ledger_state}",
 )
@@ -248,6 +247,5 @@ def _names(schema: str, connection: psycopg.Connection[Any]) -> dict[str, sql.Co
         **own,
         **quoted,
         "function": sql.Identifier(schema, "count_in_ledger"),
-        "trigger": sql.Identifier(_TRIGGER),
         "modulus": sql.SQL(str(MODULUS)),
     }

@@ -20,7 +20,7 @@ from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.routing import Router
-from relay.operations.holding import LEASE_SECONDS, taken
+from relay.operations.holding import LEASE_SECONDS, RENEW, taken
 from relay.operations.topic_scan import TopicRecord, committed_since
 from relay.polling.queries import KEPT
 
@@ -35,10 +35,6 @@ _KINDS: Final = """
 SELECT aggregate_type, coalesce(headers ? %(dead)s, false),
        min(CASE WHEN created_at > clock_timestamp() THEN '1970-01-01' ELSE {created_at} END)
   FROM ONLY {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
-
-_KEEP: Final = """
-UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
-  FROM {leases} WHERE {ours} RETURNING 1"""
 
 _LIST: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_reconcile",
@@ -251,8 +247,7 @@ class LaneRows:
             with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
                 self._connection.execute("SET LOCAL idle_in_transaction_session_timeout = '10s'")
                 values = {**held, "lane": lane, "lease": LEASE_SECONDS, "after": after, "rows": _SETTLE_ROWS}
-                kept = self._connection.execute(sql.SQL(_KEEP).format(**self._names), values).fetchone()
-                if kept is None:
+                if not self._connection.execute(sql.SQL(RENEW).format(**self._names), values).rowcount:
                     raise taken(lane)
                 [(after, _)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
             failpoint("reconcile.settling")
