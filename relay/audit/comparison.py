@@ -19,7 +19,6 @@ from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.errors import ConfigurationError
 from relay.audit import ledger
-from relay.audit.counted import unlike_ledger
 from relay.audit.coverage import Coverage
 from relay.audit.findings import (
     DIFFERENT,
@@ -34,7 +33,7 @@ from relay.audit.findings import (
     parts,
 )
 from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
-from relay.audit.records import kept_back, repeats, unknown, unlike_archived
+from relay.audit.records import kept_back, repeats, unknown, unlike_archived, unlike_ledger
 from relay.audit.sessions import Sessions, sessions
 from relay.audit.sums import (
     MODULUS,

@@ -30,7 +30,6 @@ from relay.operations.audit import note
 from relay.settle.statements import names_of
 from relay.tasks.archive import MOST_OVERDUE_DAYS
 
-_TRIGGER: Final = "outbox_ledger"
 _LEAST_DAYS: Final = 7
 
 # All writers wait behind a change that waits for one of them, and behind a client that is stopped in it.
@@ -47,7 +46,7 @@ SELECT EXISTS (SELECT FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.rel
 _KEPT: Final = """
 SELECT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = {events_name}::regclass AND tgname = 'outbox_ledger'
                                         AND tgenabled IN ('O', 'A')),
-       has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({state_name}, 'SELECT')"""
+       has_table_privilege({ledger_name}, 'SELECT') AND has_table_privilege({ledger_state_name}, 'SELECT')"""
 
 _STATE: Final = "SELECT key, since, since > clock_timestamp() FROM {ledger_state}"
 _AGAIN: Final = "`outbox db ledger off` and `on` begin another one"
@@ -82,7 +81,7 @@ CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
 _ON: Final = (
     "REVOKE ALL ON FUNCTION {function}() FROM PUBLIC",
     """
-CREATE TRIGGER {trigger} AFTER INSERT ON {events} REFERENCING NEW TABLE AS added
+CREATE TRIGGER outbox_ledger AFTER INSERT ON {events} REFERENCING NEW TABLE AS added
    FOR EACH STATEMENT EXECUTE FUNCTION {function}()""",
     "INSERT INTO {ledger_state} (key, since) VALUES ({key}, clock_timestamp())",
 )
@@ -93,7 +92,7 @@ SELECT DISTINCT grantee::regrole::text FROM pg_class AS c CROSS JOIN LATERAL acl
  WHERE c.oid = {published_name}::regclass AND a.privilege_type = 'SELECT' AND a.grantee NOT IN (0, c.relowner)"""
 
 _OFF: Final = (
-    "DROP TRIGGER IF EXISTS {trigger} ON {events}",
+    "DROP TRIGGER IF EXISTS outbox_ledger ON {events}",
     "DROP FUNCTION IF EXISTS {function}()",
     "DROP TABLE IF EXISTS {ledger}, {ledger_state}",
 )
@@ -241,16 +240,12 @@ def _exists(connection: psycopg.Connection[Any], schema: str) -> bool:
 
 
 def _names(schema: str, connection: psycopg.Connection[Any]) -> dict[str, sql.Composable]:
-    ledger, published = sql.Identifier(schema, "ledger"), sql.Identifier(schema, "published")
-    state_table, events = sql.Identifier(schema, "ledger_state"), sql.Identifier(schema, "events")
-    return names_of(schema) | {
-        "ledger": ledger,
-        "ledger_name": sql.Literal(ledger.as_string(connection)),
-        "published_name": sql.Literal(published.as_string(connection)),
-        "ledger_state": state_table,
-        "state_name": sql.Literal(state_table.as_string(connection)),
-        "events_name": sql.Literal(events.as_string(connection)),
+    own = {name: sql.Identifier(schema, name) for name in ("ledger", "ledger_state", "published", "events")}
+    quoted = {f"{name}_name": sql.Literal(table.as_string(connection)) for name, table in own.items()}
+    return {
+        **names_of(schema),
+        **own,
+        **quoted,
         "function": sql.Identifier(schema, "count_in_ledger"),
-        "trigger": sql.Identifier(_TRIGGER),
         "modulus": sql.SQL(str(MODULUS)),
     }

@@ -30,7 +30,7 @@ from relay.audit.sums import (
 )
 from relay.database import one_snapshot, unavailable_on_error
 from relay.kafka.offsets import Partition
-from relay.kafka.routing import NoRoute, Router
+from relay.kafka.routing import Router
 from relay.settle.statements import names_of
 
 _ROWS_AT_ONCE: Final = 5000
@@ -415,12 +415,8 @@ class Tables:
         return found
 
     def _window(self, kind: str, topic: str | None, minute: int) -> Window | None:
-        if topic is None:
-            try:
-                topic = self._router.route(kind).topic
-            except NoRoute:
-                return None
-        return Window(topic, minute) if self._topics is None or topic in self._topics else None
+        topic = topic or self._router.known_topic(kind)
+        return Window(topic, minute) if topic and (self._topics is None or topic in self._topics) else None
 
     def _rows(self, query: LiteralString, table: str | None = None, **values: Any) -> list[tuple[Any, ...]]:
         names = self._names

@@ -58,7 +58,7 @@ class Extent(NamedTuple):
 
 
 class Topics:
-    """Reads these topics for one audit.
+    """Reads these topics for one audit. What asks Kafka raises Unavailable.
 
     source   the relays' ``ce_source``: records of another one are of another outbox.
     key      of the hashes.
@@ -83,8 +83,6 @@ class Topics:
         """Return what to read of each partition that exists, to find all events written since a time.
 
         at_most   offsets that must be included. ``complete``: they are the lowest of all events of the range.
-
-        Raises Unavailable.
         """
         milliseconds = max(int((since.timestamp() - _SLACK_SECONDS) * 1000), 0)
         with unavailable_on_kafka_error("looking for the records to audit"):
@@ -100,10 +98,7 @@ class Topics:
         return extents
 
     def since(self, extents: Mapping[Partition, Extent]) -> tuple[dict[Partition, Extent], dict[Partition, range]]:
-        """Return what has come since ``extents``, and the offsets that open transactions hide, by partition.
-
-        Raises Unavailable.
-        """
+        """Return what has come since ``extents``, and the offsets that open transactions hide, by partition."""
         with unavailable_on_kafka_error("looking for the ends of the topics"):
             partitions = self._offsets.partitions(self._topics)
             stable, high = self._offsets.stable(partitions), self._offsets.high(partitions)
@@ -112,15 +107,12 @@ class Topics:
         return new, {one: range(stable[one], high[one]) for one in partitions if stable[one] < high[one]}
 
     def low(self, extents: Mapping[Partition, Extent]) -> dict[Partition, int]:
-        """Return the first offset of each of these partitions that still exists. Raises Unavailable."""
+        """Return the first offset of each of these partitions that still exists."""
         with unavailable_on_kafka_error("looking for the beginnings of the topics"):
             return self._offsets.low(one for one in self._offsets.partitions(self._topics) if one in extents)
 
     def times(self, starts: Mapping[Partition, int]) -> dict[Partition, int]:
-        """Return the time of each partition's first record from an offset on, in milliseconds, if there is one.
-
-        Raises Unavailable.
-        """
+        """Return the time of each partition's first record from an offset on, in milliseconds, if there is one."""
         return first_times(self._options, self._offsets, starts, group=_GROUP)
 
     def sums(
@@ -130,8 +122,6 @@ class Topics:
         milliseconds.
 
         contents   whether the sums over ids, places and contents are wanted.
-
-        Raises Unavailable.
         """
         cells: dict[tuple[Partition, int], Cell] = {}
         first: dict[Partition, int] = {}
@@ -172,7 +162,7 @@ class Topics:
     def events(
         self, windows: Collection[Window], *extents: Mapping[Partition, Extent]
     ) -> dict[Window, dict[bytes, list[OnKafka]]]:
-        """Return each event of these windows, by its id (16 bytes), with all its records. Raises Unavailable."""
+        """Return each event of these windows, by its id (16 bytes), with all its records."""
         found: dict[Window, dict[bytes, list[OnKafka]]] = {window: {} for window in windows}
         minutes = {window.minute for window in windows}
 
@@ -218,16 +208,8 @@ class Topics:
                 add(place, message)
 
         with unavailable_on_kafka_error(f"reading {', '.join(sorted(self._topics))}"):
-            self._read(starts, ends, within)
-
-    def _read(
-        self,
-        starts: Mapping[Partition, int],
-        ends: Mapping[Partition, int],
-        make: Callable[[Partition, Message], None],
-    ) -> None:
-        for _ in read(self._options, starts, ends, make, isolation="read_committed", group=_GROUP):
-            pass
+            for _ in read(self._options, starts, ends, within, isolation="read_committed", group=_GROUP):
+                pass
 
 
 def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Window, Sum], dict[Window, Sum]]:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, OperationRefused
+from relay.audit.ledger import prune as prune_ledger
+from relay.audit.ledger import turn_off, turn_on
 from relay.config import Settings, SourceKind, load
+from relay.database import Connector
 from relay.operations.roles import USUAL, RoleKind, grants, limits
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from relay.tasks.archive import PrunePlan
+from relay.tasks.archive import PrunePlan, Retention
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
 
@@ -124,9 +125,6 @@ def _former_markers(database_url: str | None, schema: str | None, lanes: int) ->
 
     Raises OperationRefused if Kafka has what the table does not know: its marker names events of the old lanes.
     """
-    from contextlib import closing
-
-    from outbox.errors import OperationRefused
     from relay.cli.relay import reconciler_settings
     from relay.operations.reconcile import Reconciler
 
@@ -175,12 +173,6 @@ def prune(
             raise ConfigurationError("--force is for the archive; it makes no difference with --consumer")
         _prune_ids(database_url, schema, days, dry_run=dry_run, as_json=as_json)
         return
-    from contextlib import closing
-
-    from relay.audit.ledger import prune as prune_ledger
-    from relay.database import Connector
-    from relay.tasks.archive import Retention
-
     url, name = _target(database_url, schema, consumer=False)
     connect = Connector(url, "outbox db prune")
     keep = load().relay.archive_days if days is None else days
@@ -294,11 +286,7 @@ def ledger(
     reason: Reason = None,
 ) -> None:
     """Let the database count events as they are written, for `outbox audit`. Run it as the tables' owner."""
-    from contextlib import closing
-
     from outbox._app import migrate as db
-    from relay.audit.ledger import turn_off, turn_on
-    from relay.database import Connector
 
     if switch not in {"on", "off"}:
         raise ConfigurationError(f"{switch!r} must be on or off")

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, print_json, printable
+from outbox._clients.checks import Level
 from relay.cli.status import SinkOption, load_with_sink
 
 _INDENT: Final = " " * len("failure  ")
@@ -24,7 +25,6 @@ def doctor(
 
     Checks for which this role lacks a right are named and skipped. Exit status 1 for a failure.
     """
-    from outbox._clients.checks import Level
     from relay.operations.doctor import examine
 
     settings = load_with_sink(database_url, sink_url, delivery=delivery)

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+import psycopg
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
 from relay.cli.session import outbox_session
+from relay.core.pauses import ALL, Scope, scopes_of
+from relay.kafka.routing import Router
 
 if TYPE_CHECKING:
-    import psycopg
-
-    from relay.core.pauses import Scope
-    from relay.kafka.routing import Router
     from relay.operations.drain import Drain, DrainProgress
     from relay.operations.pauses import PauseChange
 
@@ -27,14 +26,13 @@ _REST: Final = 4
 
 _Lanes = Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; repeatable.")]
 _Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; repeatable.")]
-_Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")]
 _Timeout = typer.Option(min=0, help="Longest wait, in seconds.")
 
 
 def pause(
     lane: _Lanes = None,
     topic: _Topics = None,
-    reason: _Reason = None,
+    reason: Reason = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the pause is in effect.")] = True,
     timeout: Annotated[float, _Timeout] = 30.0,
     database_url: DatabaseUrl = None,
@@ -45,7 +43,6 @@ def pause(
     With --wait, nothing more is published once the command ends. Exit status 1 if a running relay does not confirm in
     time; the pause stays.
     """
-    from relay.core.pauses import scopes_of
     from relay.operations import pauses
 
     with _opened(database_url) as (connection, schema, router):
@@ -72,7 +69,6 @@ def resume(
 
     Waiting events are published in order. Other pauses stay, and are listed.
     """
-    from relay.core.pauses import scopes_of
     from relay.insights import read_pauses
     from relay.operations import pauses
 
@@ -95,7 +91,7 @@ def resume(
 def drain(
     lane: _Lanes = None,
     topic: _Topics = None,
-    reason: _Reason = None,
+    reason: Reason = None,
     timeout: Annotated[float, _Timeout] = 300.0,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
@@ -105,7 +101,6 @@ def drain(
     Includes open transactions that have a transaction id. Shows what is left and why. Exit status 1 on timeout,
     without a pause.
     """
-    from relay.core.pauses import scopes_of
     from relay.operations import pauses
     from relay.operations.drain import Drain
 
@@ -136,7 +131,6 @@ def drain(
 
 def wait(seconds: Annotated[float, _Timeout] = 60.0, database_url: DatabaseUrl = None) -> None:
     """Wait until all events committed so far are published or dead letters. Exit status 1 if some are left."""
-    from relay.core.pauses import ALL
     from relay.operations.drain import Drain
 
     with _opened(database_url) as (connection, schema, router):

@@ -14,6 +14,8 @@ from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require
 from outbox._app.text import as_utc, time_text
 from outbox.errors import ConfigurationError
 from relay.cli.relay import SHOWN, SUPERSEDED, reconciler_settings
+from relay.config import shared_source_note
+from relay.operations.dead_letters import locked as error_of_locked
 
 if TYPE_CHECKING:
     from relay.operations.recover import Comparison, EventPlace
@@ -40,8 +42,6 @@ def recover(
     Settles what Kafka already has, so that it is not published twice. Run it before relays start, with a direct
     connection to Postgres. --json lists every event.
     """
-    from relay.config import shared_source_note
-    from relay.operations.dead_letters import locked as error_of_locked
     from relay.operations.recover import Recovered, Recovery
 
     why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)

@@ -20,10 +20,9 @@ from outbox.errors import ConfigurationError
 from outbox.stopping import Stopping
 from relay.cli import pauses
 from relay.cli.session import outbox_session
-from relay.config import SourceKind, load
+from relay.config import Delivery, Settings, SourceKind, load
 
 if TYPE_CHECKING:
-    from relay.config import Settings
     from relay.operations.lane_rows import LaneComparison
     from relay.operations.reconcile import Findings
 
@@ -153,7 +152,6 @@ def upgraded(reason: Reason = None, database_url: DatabaseUrl = None) -> None:
 def reconciler_settings(database_url: str | None, schema: str | None = None) -> Settings:
     """Return the settings of a Reconciler, and arm its failpoints. The relays may have another delivery."""
     from relay import failpoints
-    from relay.config import Delivery
 
     failpoints.arm_from_environment()
     settings = load(database_url=database_url, schema=schema)

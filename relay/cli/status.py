@@ -12,13 +12,12 @@ import typer
 from outbox._app.console import AsJson, DatabaseUrl, print_json, printable, table_console, text_table
 from outbox._app.text import age_text, bytes_text, time_text
 from relay.config import Settings, load
-from relay.insights import COUNTED
+from relay.insights import COUNTED, LaneState, OutboxState, RelayState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from outbox.consumer.admin.status import GroupState
-    from relay.insights import LaneState, OutboxState, RelayState
     from relay.pipeline.overview import Overview, Reader
 
 _FEW_LANES: Final = 16

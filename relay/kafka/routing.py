@@ -91,6 +91,13 @@ class Router:
             raise NoRoute(f"aggregate type {aggregate_type!r} has no dead-letter topic any more")
         return route.dead_letter_topic
 
+    def known_topic(self, aggregate_type: str, *, copy: bool = False) -> str | None:
+        """Return the same, or None without a route."""
+        try:
+            return self.topic_of(aggregate_type, copy=copy)
+        except NoRoute:
+            return None
+
     def on_failure(self, claim: Claim) -> OnFailure:
         """Return what happens to the key of a failed event. Copies for a dead-letter topic never block a key."""
         if claim.headers is not None and DEAD_LETTER in claim.headers:

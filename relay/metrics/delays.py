@@ -20,7 +20,7 @@ from outbox._clients.clock import DatabaseClock
 from outbox.consumer.delays import BUCKETS, MOST_TOPICS, TopicDelays
 from outbox.event import DEAD_LETTER, REPLAY
 from relay.core.ports import Claim
-from relay.kafka.routing import NoRoute, Router
+from relay.kafka.routing import Router
 
 _TO_MINUTE: Final = len("2026-01-31T10:20:")
 _TO_FRACTION: Final = _TO_MINUTE + len("30.123456")
@@ -67,13 +67,7 @@ class PublishDelays:
         times.sort()
         within = [len(times) - bisect_left(times, _text(now - limit)) for limit in BUCKETS]
         seconds = _sum(times[: bisect_right(times, _text(now))], now)
-        self._delays.add(self._topic(kind), [*within, len(times)], seconds)
-
-    def _topic(self, kind: str) -> str:
-        try:
-            return self._router.topic_of(kind, copy=False)
-        except NoRoute:
-            return ""
+        self._delays.add(self._router.known_topic(kind) or "", [*within, len(times)], seconds)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         yield self._delays.family(

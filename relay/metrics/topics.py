@@ -24,7 +24,7 @@ from outbox.event import DEAD_LETTER
 from relay.core.pauses import ScopeKind
 from relay.database import unavailable_on_error
 from relay.insights import COUNTED, OutboxState
-from relay.kafka.routing import NoRoute, Router
+from relay.kafka.routing import Router
 from relay.metrics import gauges
 from relay.polling.low_water_mark import LOWEST
 from relay.settle.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, array, names_of
@@ -153,7 +153,7 @@ class TopicBacklogs:
         further = {}
         for lane, found in groupby(rows, itemgetter("lane")):
             walk, kinds = walks[lane], list(found)
-            topics = [self._topic(row["kind"], copy=row["copy"]) for row in kinds]
+            topics = [self._router.known_topic(row["kind"], copy=row["copy"]) or "" for row in kinds]
             others = [(topic, row) for topic, row in zip(topics, kinds, strict=True) if topic not in self._paused]
             for topic, row in others:
                 known = met.get(topic, TopicBacklog())
@@ -166,9 +166,3 @@ class TopicBacklogs:
             if walk.events < COUNTED and sum(row["events"] for row in kinds) == COUNTED:
                 further[lane] = walk
         return further
-
-    def _topic(self, aggregate_type: str, *, copy: bool) -> str:
-        try:
-            return self._router.topic_of(aggregate_type, copy=copy)
-        except NoRoute:
-            return ""

@@ -68,11 +68,16 @@ def read(path: Path) -> dict[str, Any]:
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Breaking]:
     """Return what breaks from one document to the other. Raises ConfigurationError for documents of another form."""
+    return listed(_topics(old, new))
+
+
+def listed(found: Iterator[Breaking]) -> list[Breaking]:
+    """Return what a comparison finds, each once: alternatives of a value may lack the same."""
     try:
-        return list(_topics(old, new))
-    except (AttributeError, KeyError, TypeError) as error:
+        return list(dict.fromkeys(found))
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(
-            f"one of the documents has not the form that `outbox asyncapi` prints: {type(error).__name__} {error}"
+            f"a document has not the form that `outbox asyncapi` prints: {type(error).__name__} {error}"
         ) from error
 
 

@@ -79,10 +79,10 @@ _BEHIND: Final = """
 SELECT count(*) FROM {events}
  WHERE lane = %(lane)s AND aggregate_type = %(aggregate_type)s AND aggregate_id = %(aggregate_id)s AND id > %(id)s"""
 
-_CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR {of}.event_id = ANY(%(ids)s::uuid[]))
-   AND (%(type)s::text IS NULL OR {of}.aggregate_type = %(type)s)
+_CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR f.event_id = ANY(%(ids)s::uuid[]))
+   AND (%(type)s::text IS NULL OR f.aggregate_type = %(type)s)
    AND (%(lanes)s::smallint[] IS NULL
-        OR ({of}.lane, {of}.id) IN (SELECT * FROM unnest(%(lanes)s::smallint[], %(row_ids)s::bigint[])))"""
+        OR (f.lane, f.id) IN (SELECT * FROM unnest(%(lanes)s::smallint[], %(row_ids)s::bigint[])))"""
 
 # The rows that a command selects from a table, read in batches in the order of the primary key.
 _DEAD: Final = "{dead_letters} AS f WHERE {chosen}"
@@ -248,6 +248,7 @@ class DeadLetters:
         self._names["without_event"] = without_event(self._names)
         self._names["kept"] = sql.SQL(_KEPT).format(**self._names)
         self._names["kind"] = sql.SQL(_KIND).format()
+        self._names["chosen"] = sql.SQL(_CHOSEN)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
         """Return up to ``limit`` failed events without payloads, oldest failure first."""
@@ -408,8 +409,7 @@ class DeadLetters:
                 yield changed
 
     def _rows(self, rows: LiteralString) -> sql.Composed:
-        chosen = sql.SQL(_CHOSEN).format(of=sql.Identifier("f"))
-        return sql.SQL(rows).format(**self._names, chosen=chosen)
+        return sql.SQL(rows).format(**self._names)
 
     def _run(self, query: LiteralString, values: dict[str, Any], **names: sql.Composable) -> Sequence[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:

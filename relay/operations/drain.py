@@ -21,7 +21,7 @@ Transactions that begin later may be published too, until relays obey the pause;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ from outbox.event import DEAD_LETTER
 from relay.core.pauses import ALL, Scope, ScopeKind
 from relay.database import unavailable_on_error
 from relay.insights import read_pauses
-from relay.kafka.routing import NoRoute, Router
+from relay.kafka.routing import Router
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import STATEMENT_LIMIT, names_of
 
@@ -162,16 +162,10 @@ class Drain:
                 condition = sql.SQL("")
                 if scope.kind is ScopeKind.TOPIC:
                     rows = cursor.execute(sql.SQL(_KINDS).format(**self._names), values).fetchall()
-                    kinds = [row for row in rows if self._topic_of(row) == scope.name]
+                    known = self._router.known_topic
+                    kinds = [row for row in rows if known(row["kind"], copy=row["copy"]) == scope.name]
                     values |= {"types": [row["kind"] for row in kinds], "copies": [row["copy"] for row in kinds]}
                     condition = sql.SQL(_OF_KINDS)
                 return cursor.execute(sql.SQL(_LEFT).format(**self._names, condition=condition), values).fetchall()
         except psycopg.errors.QueryCanceled:
             return None
-
-    def _topic_of(self, kind: Mapping[str, Any]) -> str | None:
-        try:
-            route = self._router.route(kind["kind"])
-        except NoRoute:
-            return None
-        return route.dead_letter_topic if kind["copy"] else route.topic

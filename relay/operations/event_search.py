@@ -120,12 +120,10 @@ class EventSearch:
             rows = read_rows(self._connection, doing, _WAITING, self._names, bound)
         else:
             rows = read_rows(self._connection, doing, _MOVED, self._columns(state), bound)
-        more, rows = len(rows) > limit, rows[:limit]
-        last = rows[-1] if rows else None
-        found = None
-        if more and last is not None:
-            found = EventCursor(last["id"], None if state is EventState.WAITING else last["moved_at"])
-        return Page(rows, found)
+        if len(rows) <= limit:
+            return Page(rows, None)
+        last = rows[limit - 1]
+        return Page(rows[:limit], EventCursor(last["id"], last["moved_at"]))
 
     def _columns(self, state: EventState) -> dict[str, sql.Composable]:
         table, moved_at = _TABLES[state]

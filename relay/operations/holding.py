@@ -22,7 +22,7 @@ from relay.settle.statements import lease_values, names_of
 LEASE_SECONDS: Final = 60.0
 _RENEW_SECONDS: Final = 10.0
 
-_RENEW: Final = """
+RENEW: Final = """
 UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
   FROM {leases} WHERE {ours}"""
 
@@ -106,7 +106,7 @@ class Holding:
         while not self._stop.wait(_RENEW_SECONDS):
             # The next renewal, on a new connection, still comes before the lease expires.
             with contextlib.suppress(Unavailable):
-                self._execute(_RENEW)
+                self._execute(RENEW)
 
     def _execute(self, statement: str) -> None:
         with self._lock:

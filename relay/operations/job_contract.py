@@ -27,7 +27,7 @@ from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 from outbox.errors import ConfigurationError
-from relay.operations.contracts import ALTERNATIVES, Breaking, merged, resolved, shown
+from relay.operations.contracts import ALTERNATIVES, Breaking, listed, merged, resolved, shown
 
 _SPEC: Final = re.compile(r"[\w.]+:\w+")
 
@@ -54,7 +54,7 @@ def read_job(spec: str) -> JobContract:
 def compare_jobs(old: JobContract, new: JobContract) -> list[Breaking]:
     """Return what the new version of a job can't read of what the old one reads. Raises ConfigurationError."""
     found = _Reading({}).message(new.message, old.message)
-    return _listed(Breaking("", "", place, problem) for place, problem in found)
+    return listed(Breaking("", "", place, problem) for place, problem in found)
 
 
 def compare_job(job: JobContract, document: Mapping[str, Any], topics: Sequence[str] = ()) -> list[Breaking]:
@@ -64,17 +64,7 @@ def compare_job(job: JobContract, document: Mapping[str, Any], topics: Sequence[
     """
     if not (topics or job.topics):
         raise ConfigurationError("the job has no topics: name those that it reads with --topic")
-    return _listed(_events(job, document, topics or job.topics))
-
-
-def _listed(found: Iterator[Breaking]) -> list[Breaking]:
-    try:
-        # Alternatives of a value may lack the same.
-        return list(dict.fromkeys(found))
-    except (AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigurationError(
-            f"the document has not the form that `outbox asyncapi` prints: {type(error).__name__} {error}"
-        ) from error
+    return listed(_events(job, document, topics or job.topics))
 
 
 def _events(job: JobContract, document: Mapping[str, Any], topics: Sequence[str]) -> Iterator[Breaking]:

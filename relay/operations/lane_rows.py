@@ -5,7 +5,6 @@ The rows are listed in a temporary table, so the connection must not go through 
 
 import datetime as dt
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -17,12 +16,11 @@ from psycopg import sql
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.event import DEAD_LETTER, REPLAY
 from relay.core.marker import Marker
-from relay.core.ports import Claim
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import unavailable_on_kafka_error
-from relay.kafka.routing import NoRoute, Router
-from relay.operations.holding import LEASE_SECONDS, taken
+from relay.kafka.routing import Router
+from relay.operations.holding import LEASE_SECONDS, RENEW, taken
 from relay.operations.topic_scan import TopicRecord, committed_since
 from relay.polling.queries import KEPT
 
@@ -37,10 +35,6 @@ _KINDS: Final = """
 SELECT aggregate_type, coalesce(headers ? %(dead)s, false),
        min(CASE WHEN created_at > clock_timestamp() THEN '1970-01-01' ELSE {created_at} END)
   FROM ONLY {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
-
-_KEEP: Final = """
-UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
-  FROM {leases} WHERE {ours} RETURNING 1"""
 
 _LIST: Final = (
     "DROP TABLE IF EXISTS pg_temp.outbox_reconcile",
@@ -193,12 +187,8 @@ class LaneRows:
         oldest: dict[str, dt.datetime] = {}
         values = {"lanes": list(lanes), "dead": DEAD_LETTER}
         for aggregate_type, dead, created_at in self.run(_KINDS, values, "reading the kinds of events"):
-            headers = {DEAD_LETTER: ""} if dead else None
-            try:
-                topic = self._router.topic(Claim(0, "", aggregate_type, "", "", "", None, headers))
-            except NoRoute:
-                continue
-            oldest[topic] = min(oldest.get(topic, created_at), created_at)
+            if topic := self._router.known_topic(aggregate_type, copy=dead):
+                oldest[topic] = min(oldest.get(topic, created_at), created_at)
         return {topic: max(int((since - MARGIN).timestamp() * 1000), 0) for topic, since in oldest.items()}
 
     def search(self, topics: Mapping[str, int]) -> None:
@@ -229,12 +219,9 @@ class LaneRows:
 
         Raises Unavailable when Kafka does not answer: what is not on Kafka is settled only if compaction explains it.
         """
-        topics = {}
-        for aggregate_type in types:
-            with suppress(NoRoute):
-                topics[aggregate_type] = self._router.topic_of(aggregate_type, copy=False)
+        topics = {aggregate_type: self._router.known_topic(aggregate_type) for aggregate_type in types}
         with unavailable_on_kafka_error("reading cleanup.policy of topics"):
-            return {aggregate_type: topic for aggregate_type, topic in topics.items() if self._may_compact(topic)}
+            return {one: topic for one, topic in topics.items() if topic is not None and self._may_compact(topic)}
 
     def found(self) -> dict[int, int]:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
@@ -260,8 +247,7 @@ class LaneRows:
             with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
                 self._connection.execute("SET LOCAL idle_in_transaction_session_timeout = '10s'")
                 values = {**held, "lane": lane, "lease": LEASE_SECONDS, "after": after, "rows": _SETTLE_ROWS}
-                kept = self._connection.execute(sql.SQL(_KEEP).format(**self._names), values).fetchone()
-                if kept is None:
+                if not self._connection.execute(sql.SQL(RENEW).format(**self._names), values).rowcount:
                     raise taken(lane)
                 [(after, _)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
             failpoint("reconcile.settling")

@@ -50,7 +50,6 @@ from relay.core.marker import Marker
 from relay.database import unavailable_on_error
 from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition
-from relay.kafka.routing import NoRoute
 from relay.kafka.state_topic import MarkersRead
 from relay.operations import recover_statements as statements
 from relay.operations.dead_letters import DeadLetters, Selection
@@ -286,7 +285,9 @@ class Recovery(Reconciler):
         rows = self._rows.run(statements.MISSING, bound, "looking for what Kafka has lost")
         missing = [(EventPlace(*row[:7]), *row[7:]) for row in rows]
         where = [
-            Partition(event.topic or self._topic_of(kind, event), event.partition) for event, _, kind, *_ in missing
+            # Empty without a route.
+            Partition(event.topic or self._router.known_topic(kind, copy=event.copy) or "", event.partition)
+            for event, _, kind, *_ in missing
         ]
         left = self._left({place.topic for place in where})
         # By time: what Postgres has lost is later than all that it has, and what was never archived may be earlier.
@@ -383,13 +384,6 @@ class Recovery(Reconciler):
         topics = {*topics_of(self._client, self._router.may_write), *(archived or ()), *rows}
         start = _milliseconds(min(oldest or bound["from"], bound["from"]) - MARGIN)
         return {topic: min(start, rows.get(topic, start)) for topic in topics}
-
-    def _topic_of(self, aggregate_type: str, event: EventPlace) -> str:
-        """Return the topic of an event, whose place the archive does not have; empty without a route."""
-        try:
-            return self._router.topic_of(aggregate_type, copy=event.copy)
-        except NoRoute:
-            return ""
 
     def _left(self, topics: Collection[str]) -> dict[Partition, tuple[int, float]]:
         """Return the first offset that is left in each partition, and the time (milliseconds) of its record.

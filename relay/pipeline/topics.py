@@ -21,7 +21,6 @@ from relay.core.ports import BrokerUnavailable
 from relay.insights import read_rows
 from relay.kafka.client import text_of, unavailable_on_kafka_error
 from relay.kafka.metadata import SharedMetadata
-from relay.kafka.routing import NoRoute
 from relay.parts import build_router
 from relay.settle.statements import names_of
 
@@ -87,10 +86,7 @@ def topics(settings: Settings, waiting: Sequence[Mapping[str, Any]]) -> tuple[li
     router = build_router(settings)
     types: dict[str, list[str]] = {}
     for name in sorted({*(settings.routes or {}), *(row["aggregate_type"] for row in waiting)}):
-        try:
-            types.setdefault(router.route(name).topic, []).append(name)
-        except NoRoute:
-            types.setdefault("(no route)", []).append(name)
+        types.setdefault(router.known_topic(name) or "(no route)", []).append(name)
     by_type = {row["aggregate_type"]: row for row in waiting}
     away, there = None, {}
     try:
@@ -139,8 +135,8 @@ class MissingTopics:
         except SchemaError:
             rows = read_rows(connection, doing, _FIRST_WRITTEN, names, bound)
         for row in rows:
-            with suppress(NoRoute):
-                wanted.add(self._router.topic_of(row["aggregate_type"], copy=row["copy"]))
+            if topic := self._router.known_topic(row["aggregate_type"], copy=row["copy"]):
+                wanted.add(topic)
         try:
             return sorted(wanted - self._metadata.topics(_SECONDS).topics.keys())
         except KafkaException as error:

@@ -24,7 +24,6 @@ from outbox.event import AGGREGATE_TYPE, CE_TIME, CE_TYPE, EVENT_TYPE
 from relay.config import Settings
 from relay.database import Connector
 from relay.kafka.offsets import Partition
-from relay.kafka.routing import NoRoute
 from relay.operations.event_search import Contents
 from relay.operations.topic_scan import TopicRecord, record_at
 from relay.operations.trace import Event, MessageRef, find, search, time_of, topics_of, written_at
@@ -244,10 +243,8 @@ def _topics(settings: Settings, event: Event) -> list[str]:
     router = build_router(settings)
     if event.aggregate_type is None:
         return sorted({route.topic for route in (settings.routes or {}).values()})
-    try:
-        return [router.route(event.aggregate_type).topic]
-    except NoRoute:
-        return []
+    topic = router.known_topic(event.aggregate_type)
+    return [] if topic is None else [topic]
 
 
 def _relay_side(found: Found) -> list[Step]:

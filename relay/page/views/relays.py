@@ -49,10 +49,7 @@ def routes(page: Page) -> list[View]:
         reason = form.require("reason", "why: the audit keeps it")
         what = ", ".join(map(str, scopes))
         if form.get("confirmed") is None:
-            lines = [
-                "Nothing of it is published until an operator resumes it.",
-                f"The reason: {reason}",
-            ]
+            lines = ["Nothing of it is published until an operator resumes it.", f"The reason: {reason}"]
             return page.confirm(request, f"Pause {what}", lines, form, "Pause", scopes)
         scopes = page.chosen(request, form)
         page.audit(request, "pause", reason, {"which": ", ".join(map(str, scopes))})
