@@ -25,9 +25,9 @@ RECIPE = RECIPES / "order_pipeline"
 FLOW = {
     "from spark_jobs import register\n": "from sink_jobs import Troubled\n",
     "register(spark)\n": "spark.dataSource.register(Troubled)\n",
-    '"outbox", {': '"troubled", {',
+    '"outbox", {': '"troubled", {"databaseUrl": os.environ["OUTBOX_DATABASE_URL"], ',
 }
-"""What is another line in the test: its sink can kill Spark's driver."""
+"""What is another line in the test: its sink can kill Spark's driver, and a server has not the client's environment."""
 
 
 @pytest.fixture
