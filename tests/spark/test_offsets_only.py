@@ -25,8 +25,9 @@ pytestmark = pytest.mark.spark
 
 MESSAGES = 10_000
 FAULT = 6_345
-"""In the midst of a round, of which others come before and after. A round of fewer would be the driver's."""
+"""In the midst of a round, of which others come before and after."""
 ROUND = 2_500
+"""More than a driver applies itself."""
 PATIENCE = 120.0
 
 # Without a constraint: whatever is applied twice shows.
