@@ -13,8 +13,11 @@ import connector
 import pytest
 from bench import PLAIN_SPARK, Bench, Consumer, Driver
 
+from outbox.sandbox._ports import free_ports
 from outbox.sandbox.errors import ServiceError
 from spark_jobs.driver.runner import Runner
+
+CONNECT_PORT = "spark.connect.grpc.binding.port"
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,8 @@ def _session() -> Iterator[Any]:
         changed.setenv("JDK_JAVA_OPTIONS", PLAIN_SPARK, prepend=" ")
         jars = ",".join(map(str, [*connector.fetch(), *_lake("delta"), *_lake("iceberg")]))
         conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "4"}
+        # Nothing listens there before `connect`.
+        conf |= {"spark.connect.grpc.binding.address": "127.0.0.1", CONNECT_PORT: str(free_ports(1)[0])}
         started = session.start("tests", conf=conf)
     yield started
     # Its JVM too, which would be there as long as this process: pyspark keeps it for the next session.
@@ -53,6 +58,13 @@ def _session() -> Iterator[Any]:
     gateway.proc.stdin.close()
     gateway.proc.wait(60)
     SparkContext._gateway = SparkContext._jvm = None
+
+
+@pytest.fixture
+def connect(spark) -> str:
+    """The address of a server of Spark Connect in the JVM of the other tests."""
+    spark._jvm.org.apache.spark.sql.connect.service.SparkConnectService.start(spark.sparkContext._jsc.sc())
+    return f"sc://127.0.0.1:{spark.conf.get(CONNECT_PORT)}"
 
 
 def _lake(product: str) -> list[Path]:

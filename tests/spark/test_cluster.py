@@ -1,6 +1,4 @@
-"""The same job on a Spark standalone cluster: spark-submit, executors killed, and two attempts at once. And the format
-"outbox" there, as its executors die.
-"""
+"""The same job on a Spark standalone cluster: spark-submit, executors killed, and two attempts at once."""
 
 from __future__ import annotations
 
@@ -18,14 +16,10 @@ import psycopg
 import pyspark
 import pytest
 from bench import Bench, expected, ided, order
-from sink_stream import SinkStream, stream
 from spark_cluster import Cluster
-from stream_to_sink import killed
 from support import wait_until
 
 from spark_jobs.cli import submitted as submitted_file
-
-__all__ = ["stream"]
 
 pytestmark = pytest.mark.spark
 
@@ -261,42 +255,3 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
     repeats = 20 * len(orders) // 19 + 40 * len(orders) // 19
     assert sum(bench.positions().values()) == total + repeats
     assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(total,)]
-
-
-DRIVER = """
-import os, sys
-from pyspark.sql import SparkSession
-import sink_jobs
-
-source, checkpoint, url, master = sys.argv[1:]
-conf = {"spark.driver.host": "127.0.0.1", "spark.executor.memory": "512m", "spark.ui.enabled": "false"}
-spark = SparkSession.builder.master(master).config(map=conf).getOrCreate()
-spark.addArtifacts(sink_jobs.__file__, pyfile=True)
-spark.dataSource.register(sink_jobs.Troubled)
-rows = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(source).repartition(2)
-writing = rows.writeStream.format("troubled").option("job", "sink_jobs:plain").option("databaseUrl", url)
-try:
-    writing.option("checkpointLocation", checkpoint).trigger(availableNow=True).start().awaitTermination()
-except Exception:
-    os.kill(os.getpid(), 9)
-"""
-
-
-def test_executors_and_a_driver_that_die_with_the_format_outbox(cluster, stream: SinkStream, monkeypatch):
-    """An executor, when its task has staged its rows; the driver, between COMMIT and Spark's own.
-
-    Tasks and commits that die earlier: test_outbox_sink.py.
-    """
-    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
-    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
-    for trouble in ("executor dies after", "driver dies after"):
-        stream.trouble(trouble)
-    for _ in range(2):
-        stream.add(100)
-    killed(stream, DRIVER, stream.url, cluster.url)
-    assert stream.sink("SELECT * FROM trouble") == []
-    assert stream.seen() == list(range(100))
-    stream.run(job="plain")
-    assert stream.seen() == list(range(200))
-    assert stream.checkpoints() == [("numbers", 1, 200, 0)]
-    assert stream.left() == []

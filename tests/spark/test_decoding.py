@@ -132,10 +132,7 @@ def test_policies_and_the_open_schema(bench):
     assert bench.rows(f"SELECT payload = '{exact}'::jsonb FROM whole WHERE number = 3") == [(True,)]
 
 
-@pytest.mark.parametrize(
-    ("transform", "atomic"), [(None, "partition"), (lambda rows: rows, "batch")], ids=["task", "spark"]
-)
-def test_a_hostile_payload_costs_one_row(bench, transform, atomic):
+def test_a_hostile_payload_costs_one_row(bench):
     """Each between two good messages, all in one round."""
     job = ConsumerJob(
         "hostile",
@@ -143,8 +140,6 @@ def test_a_hostile_payload_costs_one_row(bench, transform, atomic):
         "INSERT INTO hostile SELECT message_offset, id, amount FROM batch",
         schema="id string, amount decimal(12,2)",
         setup="CREATE TABLE IF NOT EXISTS hostile (number bigint PRIMARY KEY, id text, amount numeric)",
-        transform=transform,
-        atomic=atomic,
         max_payload_bytes=300_000,
     )
     digits = b"7" * 40_000

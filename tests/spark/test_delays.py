@@ -24,7 +24,6 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "driver": ({}, {}),
     "tasks": ({}, {"driver_records": 0}),
     "transform": ({"transform": lambda rows: rows}, {}),
-    "batch": ({"transform": lambda rows: rows, "atomic": "batch"}, {}),
     "shuffle": ({"transform": lambda rows: rows.groupBy("n").agg(F.count("*").alias("x")), "atomic": "batch"}, {}),
 }
 

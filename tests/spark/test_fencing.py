@@ -1,19 +1,19 @@
-"""Take-over and fencing on real Spark: whoever is late, stalled or cut off writes nothing twice, and says why."""
+"""Take-over and fencing on real Spark: whoever is late, stalled or cut off writes nothing twice, and says why.
+
+A session that the sink ends in its transaction: test_input.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-import psutil
 import psycopg
 import pytest
-from bench import Bench, Consumer, expected
+from bench import Bench, expected
 from faults import stalling
 from proxy import Connection, TcpProxy
 from support import wait_until
@@ -75,19 +75,6 @@ def stalling_before_transaction(bench: Bench, markers: Markers, order: str) -> C
     return replace(bench.job, transform=lambda rows: rows.withColumn("order_id", passing_column(rows["order_id"])))
 
 
-def signal_all(tree: list[psutil.Process], number: signal.Signals) -> None:
-    for member in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.send_signal(number)
-
-
-def stands_still(member: psutil.Process) -> bool:
-    try:
-        return member.status() in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
-    except psutil.NoSuchProcess:
-        return True
-
-
 def generation(bench: Bench) -> int:
     return bench.rows("SELECT generation FROM consumer.groups")[0][0]
 
@@ -111,47 +98,6 @@ def test_two_drivers_at_once(bench, drive):
     bench.orders("abcdefgh", range(5, 7))
     wait_until(lambda: sum(bench.positions().values()) == 48, PATIENCE, "the younger one to apply the rest")
     younger.stop()
-    assert bench.totals() == expected("abcdefgh", 6)
-
-
-def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, consumer: Consumer):
-    """The whole process tree, as a suspended machine: the driver, its JVM and its workers."""
-    bench.orders("abcdefgh", range(1, 3))
-    consumer.start("--continuous")
-    tree: list[psutil.Process] = []
-
-    def halted() -> bool:
-        """Stop all of it; not within a transaction of its own: the take-over would wait for that (see below)."""
-        driver = psutil.Process(consumer.process.pid)
-        tree[:] = [driver, *driver.children(recursive=True)]
-        signal_all(tree, signal.SIGSTOP)
-        # A signal that is sent has not stopped anybody yet.
-        wait_until(lambda: all(map(stands_still, tree)), PATIENCE, "all to stand still")
-        open_ones = (
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
-            "AND starts_with(application_name, 'outbox ') AND xact_start IS NOT NULL"
-        )
-        if bench.rows(open_ones) == [(0,)]:
-            return True
-        signal_all(tree, signal.SIGCONT)
-        return False
-
-    try:
-        wait_until(lambda: sum(bench.positions().values()) == 16, PATIENCE, "the older one's work")
-        wait_until(halted, PATIENCE, "the older one to stand still between two transactions")
-        bench.orders("abcdefgh", range(3, 5))
-        bench.once(patience=PATIENCE)
-        assert bench.totals() == expected("abcdefgh", 4)
-        bench.orders("abcdefgh", range(5, 7))
-        signal_all(tree, signal.SIGCONT)
-        consumer.ended(1, "group order-totals was taken over from generation 1")
-    finally:
-        for member in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
-    # It has written nothing since, though there was something to apply.
-    assert bench.totals() == expected("abcdefgh", 4)
-    bench.once(patience=PATIENCE)
     assert bench.totals() == expected("abcdefgh", 6)
 
 
@@ -255,47 +201,23 @@ def test_the_answer_to_a_commit_is_lost(bench, lost_commit, strategy, who):
         assert bench.totals() == expected("abcdefgh", 2)
 
 
-@pytest.mark.parametrize(("setting", "error"), [("lock_timeout", "LockNotAvailable"), (None, "waiting for a lock")])
-def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
-    """Where the sink has a time-out, tasks fail and are tried again; else they wait, and the blocker is named."""
+def test_a_lock_on_the_sinks_table(bench, drive):
+    """Tasks wait, and the blocker is named. Where the sink has a time-out: test_poison.py."""
     bench.once(patience=PATIENCE)
     bench.orders("ab", range(1, 3))
     with psycopg.connect(bench.database.url, autocommit=True, application_name="psql of somebody") as connection:
-        if setting is not None:
-            # Long enough for every other statement on a slow machine: it stays when the lock is gone.
-            bench.limit(setting, "2s")
         with connection.transaction():
             connection.execute("LOCK TABLE order_totals IN ACCESS EXCLUSIVE MODE")
-            job = replace(bench.job, setup=None)
-            driver = drive(bench.runner(job, patience=PATIENCE), once=True)
+            driver = drive(bench.runner(replace(bench.job, setup=None), patience=PATIENCE), once=True)
 
             def told() -> list[str]:
-                return [f"{text} {figures}" for text, figures in bench.reports if error in f"{text} {figures}"]
+                return [f"{text} {figures}" for text, figures in bench.reports if text == "waiting for a lock"]
 
             wait_until(told, PATIENCE, "the driver to say what it waits for")
-            if setting is None:
-                assert "psql of somebody" in told()[0]
-                assert f"pg_terminate_backend({connection.info.backend_pid})" in told()[0]
+            assert "psql of somebody" in told()[0]
+            assert f"pg_terminate_backend({connection.info.backend_pid})" in told()[0]
             assert not driver.ended
             assert sum(dict(bench.positions()).values()) == 0
-    driver.result()
-    assert bench.totals() == expected("ab", 2)
-    assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(4, 0)]
-
-
-def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, markers):
-    # Long enough for a driver and tasks that do not stall, on a slow machine too.
-    bench.limit("idle_in_transaction_session_timeout", "2s")
-    bench.orders("ab", range(1, 3))
-    driver = drive(bench.runner(stalling_in_transaction(bench, markers, "a"), patience=PATIENCE), once=True)
-    wait_until(lambda: markers.stalled, PATIENCE, "the effect to stall")
-    # Sessions of workers that have nothing to do stay open; the stalled one is the only one in a transaction.
-    mine = (
-        "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox consumer order-totals' "
-        "AND datname = current_database() AND xact_start IS NOT NULL"
-    )
-    wait_until(lambda: bench.rows(mine) == [(0,)], PATIENCE, "Postgres to end the session")
-    markers.may_go.touch()
     driver.result()
     assert bench.totals() == expected("ab", 2)
     assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(4, 0)]

@@ -1,4 +1,4 @@
-"""A group is set back and reads 25,000 messages again: what was applied is dropped, and of forgotten days refused."""
+"""A group is set back and reads 12,000 messages again: what was applied is dropped, and of forgotten days refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
-MESSAGES = 25_000
+MESSAGES = 12_000
 OLD = 300
 """The first ones have ids of another day."""
 KEEP_DAYS = 5
@@ -59,17 +59,17 @@ def test_a_group_that_is_set_back_has_no_effect_twice(bench, topic):
     assert bench.once(job, keep_days=KEEP_DAYS).applied == MESSAGES
     assert bench.rows(seen) == everything
 
-    to = dt.datetime.fromtimestamp(at(MESSAGES - 10_000) / 1000, dt.UTC).isoformat()
+    to = dt.datetime.fromtimestamp(at(MESSAGES - 5_000) / 1000, dt.UTC).isoformat()
     reset = ["offsets", "reset", "again", "--topic", topic, "--reason", "test", "--to"]
-    assert "10,000 come again" in bench.command(*reset, to)
+    assert "5,000 come again" in bench.command(*reset, to)
     totals = bench.once(job, keep_days=KEEP_DAYS)
-    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (10_000, 0, 10_000, 0)
-    assert "25,000 come again" in bench.command(*reset, "earliest")
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (5_000, 0, 5_000, 0)
+    assert "12,000 come again" in bench.command(*reset, "earliest")
     # In several rounds, so that some begin where the suspicion of the one before is known.
-    totals = bench.once(job, keep_days=KEEP_DAYS, max_records=11_000)
+    totals = bench.once(job, keep_days=KEEP_DAYS, max_records=5_500)
     assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (MESSAGES, 0, MESSAGES, 0)
     assert bench.rows(seen) == everything
-    assert bench.rows(counted) == [(MESSAGES, MESSAGES, 10_000 + MESSAGES, 0)]
+    assert bench.rows(counted) == [(MESSAGES, MESSAGES, 5_000 + MESSAGES, 0)]
 
     # Time goes by, and the day of the old ids is forgotten when a driver starts.
     bench.run(
@@ -80,7 +80,7 @@ def test_a_group_that_is_set_back_has_no_effect_twice(bench, topic):
     [(before,)] = bench.rows("SELECT forgotten_before FROM consumer.groups")
     assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(MESSAGES - OLD,)]
     for said in (bench.command(*reset, "earliest", "--dry-run"), bench.command(*reset, "earliest")):
-        assert "25,000 come again" in said
+        assert "12,000 come again" in said
         assert (
             f"messages of days before {before} whose ids are not known any more become dead letters (too-old)" in said
         )

@@ -80,7 +80,7 @@ def nothing_moved(bench: Bench) -> None:
     assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
 
 
-@pytest.mark.parametrize(("way", "transform"), [("direct", None), ("partition", "same"), ("batch", None)])
+@pytest.mark.parametrize(("way", "transform"), [("direct", None), ("partition", "same")])
 def test_a_message_that_does_not_decode_costs_one_row(bench, topics, way, transform):
     made = job(bench, topics["bad"], way, (lambda rows: rows) if transform else None)
     totals = bench.once(made)
@@ -170,7 +170,10 @@ def test_where_the_end_can_not_be_checked_nothing_is_committed(bench, topics, mo
 
 @pytest.mark.parametrize("way", ["direct", "batch"])
 def test_a_transform_that_fails_moves_nothing_and_the_next_run_completes(bench, topics, monkeypatch, tmp_path, way):
-    """All tries of the task fail and end the job; in the next run one try does, and the next try has all rows."""
+    """All tries of the task fail and end the job; in the next run one try does, and the next try has all rows.
+
+    A worker that is killed: test_offsets_only.py.
+    """
     broken, failed, seen = (tmp_path / name for name in ("broken", "failed", "seen"))
     broken.touch()
     with pytest.raises(EffectFailed, match="RuntimeError: the transform fails here"):
@@ -183,27 +186,16 @@ def test_a_transform_that_fails_moves_nothing_and_the_next_run_completes(bench, 
     check(bench, dead=0)
 
 
-def test_a_transform_whose_worker_is_killed(bench, topics, monkeypatch, tmp_path):
-    """As one transaction, and with offsets alone: test_offsets_only.py."""
-    killed, seen = tmp_path / "killed", tmp_path / "seen"
-    given_by(monkeypatch, announcing(seen))
-    totals = bench.once(
-        job(bench, topics["good"], "partition", by_map(fault_at(FAULT, once=killed, seen=seen, kills=True)))
-    )
-    assert (killed.exists(), totals.applied) == (True, MESSAGES)
-    check(bench, dead=0)
-
-
-@pytest.mark.parametrize(("way", "fault"), [("partition", "raises"), ("direct", "killed"), ("direct", "session ended")])
-def test_a_task_that_reads_kafka_itself_fails_in_its_third_part(bench, topics, tmp_path, way, fault):
+@pytest.mark.parametrize("fault", ["killed", "session ended"])
+def test_a_task_that_reads_kafka_itself_fails_in_its_third_part(bench, topics, tmp_path, fault):
     """The first try of the task fails, in the middle of its transaction; the next one applies the whole range."""
     once = tmp_path / "once"
     passed = (
         ending_the_session(IN_THE_THIRD, once, bench.database.url)
         if fault == "session ended"
-        else fault_at(IN_THE_THIRD, once=once, kills=fault == "killed")
+        else fault_at(IN_THE_THIRD, once=once, kills=True)
     )
-    totals = bench.once(job(bench, topics["good"], way, None, reading(passed)))
+    totals = bench.once(job(bench, topics["good"], "direct", None, reading(passed)))
     assert (once.exists(), totals.applied) == (True, MESSAGES)
     check(bench, dead=0)
 

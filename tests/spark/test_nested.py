@@ -62,7 +62,7 @@ def test_a_task_writes_what_spark_writes(spark, chance):
             "m": some(chance, lambda: {t: some(chance, lambda: value_of(chance)) for t in chance.sample(TEXTS, 2)}),
             "aa": some(chance, lambda: [some(chance, lambda: chance.sample([*DOUBLES, None], 3)) for _ in range(3)]),
         }
-        for _ in range(3_000)
+        for _ in range(800)
     ]
     frame = spark.createDataFrame(rows, KIND)
     copied, types = spark_rows.copyable(frame)

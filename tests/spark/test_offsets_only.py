@@ -23,10 +23,11 @@ from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
-MESSAGES = 25_000
-FAULT = 12_345
+MESSAGES = 10_000
+FAULT = 6_345
 """In the midst of a round, of which others come before and after."""
-ROUND = 5_000
+ROUND = 2_500
+"""More than a driver applies itself."""
 PATIENCE = 120.0
 
 # Without a constraint: whatever is applied twice shows.
@@ -91,7 +92,7 @@ def once_each(bench: Bench) -> None:
 def test_a_jvm_that_dies_under_the_tasks_of_a_round(bench: Bench, topic, tmp_path: Path):
     """A task outlives it, and the driver with it, in the transaction whose effect is done and whose COMMIT waits.
 
-    Under a driver that needs its JVM for nothing now: test_process.py. Drivers that are killed: test_chain.py, where
+    Drivers that are killed: test_chain.py, where
     nothing comes twice either, nor is a repeat known by its id.
     """
     bench.topic = topic

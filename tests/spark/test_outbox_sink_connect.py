@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +23,8 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from spark_jobs import register
 
-source, checkpoint, url, module = sys.argv[1:]
-spark = SparkSession.builder.remote("local[2,4]").getOrCreate()
+source, checkpoint, url, module, server = sys.argv[1:]
+spark = SparkSession.builder.remote(server).getOrCreate()
 assert not hasattr(spark, "_jsparkSession")
 register(spark)
 spark.addArtifacts(module, pyfile=True)
@@ -48,19 +47,17 @@ else:
 
 @pytest.fixture
 def stream(outbox_postgres, tmp_path) -> SinkStream:
-    """The server is started by the client, so the session of the other tests is not needed."""
     return SinkStream(None, outbox_postgres.url, tmp_path)
 
 
-def test_a_query_of_spark_connect(stream: SinkStream, tmp_path: Path):
+def test_a_query_of_spark_connect(stream: SinkStream, connect: str, tmp_path: Path):
     """The client sends the job's module; what ends a query reaches it."""
     module = tmp_path / "sent_job.py"
     module.write_text(JOB)
     for _ in range(2):
         stream.add()
     subprocess.run(
-        [sys.executable, "-c", CLIENT, str(stream.source), str(stream.checkpoint), stream.url, str(module)],
-        env=os.environ | {"PYSPARK_PYTHON": sys.executable},
+        [sys.executable, "-c", CLIENT, str(stream.source), str(stream.checkpoint), stream.url, str(module), connect],
         timeout=400,
         check=True,
     )

@@ -1,4 +1,4 @@
-"""The format "outbox" with state upstream: a commit and a driver killed, late data, a join, and Spark's limits."""
+"""The format "outbox" with state upstream: a commit and a driver killed, a join, and Spark's limits."""
 
 from __future__ import annotations
 
@@ -81,27 +81,6 @@ def test_update_mode_is_refused_by_spark(stream: SinkStream):
     stream.add()
     with pytest.raises(StreamingQueryException, match="troubled does not support Update mode"):
         stream.run(counted(stream.rows()), job="counted", mode="update")
-
-
-def at(rows: Any) -> Any:
-    return rows.withColumn("at", F.timestamp_seconds("n")).withWatermark("at", "5 seconds")
-
-
-def test_windows_with_late_data(stream: SinkStream):
-    """A window is written once, when the watermark has passed it; what comes later is left out."""
-    windows = at(stream.rows()).groupBy(F.window("at", "10 seconds").alias("w")).agg(F.count("*").alias("number"))
-    rows = windows.select(F.unix_timestamp("w.start").alias("k"), "number")
-    stream.add(20)
-    stream.next = 100
-    stream.add(2)
-    stream.run(rows, job="counted")
-    assert stream.window_counts() == [(0, 10), (10, 10)]
-    stream.next = 0
-    stream.add(5)
-    stream.next = 200
-    stream.add(1)
-    stream.run(rows, job="counted")
-    assert stream.window_counts() == [(0, 10), (10, 10), (100, 2)]
 
 
 class Heard(StreamingQueryListener):

@@ -79,7 +79,7 @@ def failed(url: str) -> int:
         return int(connection.execute("SELECT count(*) FROM outbox.dead_letters").fetchall()[0][0])
 
 
-def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_relay):
+def test_every_view_shows_what_there_is_and_an_operator_acts_on_it(bench, shop, page, chromium, outbox_relay):
     ids = shop.orders(300)
     bad, photos = shop.undecodable(), shop.too_large()
     outbox_relay(routes=shop.routes, relay__archive_days=3, failures__max_attempts=1)
@@ -167,15 +167,11 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     seen.tab.emulate_media(color_scheme="light")
     assert seen.tab.evaluate("getComputedStyle(document.body).backgroundColor") != dark
     seen.close()
+    act_by_keyboard(bench, shop, page, chromium, photos)
 
 
-def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, page, chromium, outbox_relay):
-    photos = shop.too_large()
-    shop.undecodable()
-    outbox_relay(routes=shop.routes, failures__max_attempts=1)
-    wait_until(lambda: failed(shop.url) == LARGE, what="the photos to fail")
-    drained(shop.url)
-    bench.once()
+def act_by_keyboard(bench: Any, shop: Shop, page: PageRun, chromium: Any, photos: list[str]) -> None:
+    """Retry and discard what there is."""
     seen = Seen(chromium, page, viewport=DESKTOP)
     tab = seen.tab
     keys = tab.keyboard

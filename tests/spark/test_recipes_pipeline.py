@@ -25,14 +25,13 @@ RECIPE = RECIPES / "order_pipeline"
 FLOW = {
     "from spark_jobs import register\n": "from sink_jobs import Troubled\n",
     "register(spark)\n": "spark.dataSource.register(Troubled)\n",
-    '"outbox", {': '"troubled", {',
+    '"outbox", {': '"troubled", {"databaseUrl": os.environ["OUTBOX_DATABASE_URL"], ',
 }
-"""What is another line in the test: its sink can kill Spark's driver."""
+"""What is another line in the test: its sink can kill Spark's driver, and a server has not the client's environment."""
 
 
 @pytest.fixture
 def stream(outbox_postgres, tmp_path) -> SinkStream:
-    """The sink. The pipeline's Spark is its own."""
     return SinkStream(None, outbox_postgres.url, tmp_path)
 
 
@@ -61,9 +60,9 @@ class Pipeline:
             text = text.replace(line, other)
         (self._folder / name).write_text(text)
 
-    def run(self, *arguments: str) -> None:
-        """Run it to its end."""
-        with self._running(*arguments) as process:
+    def run(self, server: str, *arguments: str) -> None:
+        """Run it to its end, on a server of Spark Connect."""
+        with self._running(server, *arguments) as process:
             process.wait(300)
         log = self._log.read_text(errors="replace")
         assert "Run is COMPLETED" in log
@@ -71,18 +70,18 @@ class Pipeline:
         assert (process.returncode, "UNKNOWN_RESPONSE" in log) in {(0, False), (1, True)}
 
     def run_until(self, trouble: str) -> None:
-        """Run it until this trouble came."""
+        """Run it, with a Spark of its own, until this trouble came."""
         self._stream.trouble(trouble)
-        with self._running() as process:
+        with self._running("local[2,4]") as process:
             wait_until(lambda: process.poll() is not None or self._came(), 300, trouble)
             assert process.returncode is None
 
     @contextlib.contextmanager
-    def _running(self, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    def _running(self, remote: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
         spark_pipelines = Path(pyspark.__file__).with_name("bin") / "spark-pipelines"
         with self._log.open("wb") as output:
             process = subprocess.Popen(
-                [spark_pipelines, "--remote", "local[2,4]", "run", *arguments],
+                [spark_pipelines, "--remote", remote, "run", *arguments],
                 cwd=self._folder,
                 env=self._environment,
                 stdout=output,
@@ -112,7 +111,7 @@ def bench(outbox_postgres, outbox_kafka) -> Bench:
     return Bench(None, outbox_postgres, outbox_kafka)
 
 
-def test_each_order_counts_once(bench: Bench, stream: SinkStream, pipeline: Pipeline, tmp_path: Path):
+def test_each_order_counts_once(bench: Bench, stream: SinkStream, pipeline: Pipeline, connect: str, tmp_path: Path):
     def counted() -> tuple[list[tuple], list[tuple]]:
         return stream.sink("SELECT customer, orders, cents::int FROM customer_totals"), stream.checkpoints()
 
@@ -124,11 +123,11 @@ def test_each_order_counts_once(bench: Bench, stream: SinkStream, pipeline: Pipe
     assert not (checkpoint / "commits" / "0").exists()
     # Spark runs the batch again, and then the next one.
     bench.orders("a", [4])
-    pipeline.run()
+    pipeline.run(connect)
     assert counted() == ([("c", 7, 70)], [("customer-totals", 1, 7, 0)])
     # A checkpoint that is new, and all messages from the beginning.
     bench.orders("a", [5])
-    pipeline.run("--full-refresh-all")
+    pipeline.run(connect, "--full-refresh-all")
     assert counted() == ([("c", 8, 80)], [("customer-totals", 0, 8, 7)])
     assert (checkpoint.parent / "1" / "commits" / "0").exists()
     assert stream.left() == []

@@ -71,34 +71,6 @@ def test_a_bad_message_costs_one_row_and_can_be_tried_again(bench):
     assert bench.once().duplicates == 1
 
 
-@pytest.mark.parametrize("transform", [None, lambda rows: rows.filter("true")], ids=["task", "spark"])
-def test_what_is_the_matter_on_the_straight_way_is_found_on_the_other(bench, transform):
-    """Insert's rows go straight into the table; the first bad thing sends the range through ``batch``."""
-    bench.run("CREATE TABLE log (order_id varchar(8), seq int CHECK (seq < 100), at timestamptz DEFAULT now())")
-    job = replace(bench.job, setup=None, effect=Insert("log", ["order_id", "seq"]), transform=transform)
-    known = put(bench, order("a", 1), partition=0)
-    put(bench, order("b", 1), partition=1)
-    assert bench.once(job).applied == 2
-    put(bench, b"not json", partition=0)
-    bench.send_raw(json.dumps(order("x", 1)).encode(), [], "x", partition=0)
-    put(bench, order("refused", 100), partition=0)
-    put(bench, order("too long for it", 2), partition=0)
-    put(bench, NUL.encode(), partition=0)
-    put(bench, order("a", 1), event_id=known, partition=0)
-    put(bench, None, partition=0)
-    put(bench, order("c", 1), event_id="no-uuid", partition=0)
-    put(bench, order("d", 1), partition=1)
-    # What an attempt that Spark gave up had applied is in the sink's counts below, and not in this driver's.
-    assert bench.once(job).dead == 5
-    assert [reason for _, reason in letters(bench)] == ["undecodable", "no-id", "failed", "failed", "failed"]
-    assert bench.rows("SELECT order_id FROM log ORDER BY 1") == [("a",), ("b",), ("c",), ("d",)]
-    assert bench.rows("SELECT part, applied, duplicates, dead FROM consumer.offsets ORDER BY 1") == [
-        (0, 3, 1, 5),
-        (1, 2, 0, 0),
-    ]
-    assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(5,)]
-
-
 def test_hundreds_of_dead_letters_and_some_that_end_the_effect_keep_no_group_from_its_messages(bench, monkeypatch):
     monkeypatch.setattr("spark_jobs.driver.rounds.FAILED_ALONE", 1)
 

@@ -49,7 +49,7 @@ class Stopped(Exception):
 
 
 def test_an_error_before_and_after_commit_and_a_restart(stream, monkeypatch):
-    """Nothing is tidied up behind it, as when the driver is killed; that: test_streaming_state.py."""
+    """Nothing is tidied up behind it, as when the driver is killed; that: test_outbox_sink_state.py."""
 
     # The effect is done, and the transaction is not: the number has moved with it, or neither has.
     def effect(cursor: psycopg.Cursor[Any], _: Any) -> None:
@@ -118,37 +118,6 @@ def test_a_lost_checkpoint_is_refused(stream):
     assert (what, details) == ("checkpoint accepted", conflict.state)
 
 
-def test_a_sink_that_was_put_back_and_an_older_checkpoint_are_refused(stream, tmp_path):
-    state = "query_id, batch_id, content"
-
-    def stored() -> tuple[Any, ...]:
-        (found,) = stream.sink(f"SELECT {state} FROM consumer.checkpoints")
-        return found
-
-    def put_back(row: tuple[Any, ...]) -> None:
-        with psycopg.connect(stream.url) as connection:
-            connection.execute(f"UPDATE consumer.checkpoints SET ({state}) = (%s, %s, %s)", row)
-
-    stream.add()
-    stream.run()
-    shutil.copytree(stream.checkpoint, tmp_path / "older")
-    older = stored()
-    stream.add()
-    stream.run()
-    newest = stored()
-    put_back(older)
-    stream.add()
-    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*put back"):
-        stream.run()
-    put_back(newest)
-    # Batch 1 again by its number, and by its place in the source; but Spark plans it anew.
-    shutil.rmtree(stream.checkpoint)
-    shutil.copytree(tmp_path / "older", stream.checkpoint)
-    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*older copy"):
-        stream.run()
-    assert stream.seen() == list(range(6))
-
-
 def test_many_rows_in_a_batch_in_their_order(stream, small_batches):
     """The order is the stream's own: of each key the last row counts, which nothing else says."""
     stream.add(2_501)
@@ -189,32 +158,6 @@ def test_insert_and_upsert_take_the_streams_columns(stream):
         (n, f"k{n % 2}", str(n)) for n in range(5)
     ]
     assert stream.sink("SELECT name, n FROM latest ORDER BY name") == [("k0", 4), ("k1", 3)]
-
-
-def test_a_row_that_the_sink_refuses_ends_the_query_before_its_batch(stream):
-    job = ConsumerJob("numbers", effect=EFFECT, setup="CREATE TABLE IF NOT EXISTS seen (n bigint CHECK (n <> 4))")
-    stream.add()
-    stream.add()
-    stream.add()
-    function = stream.function(job)
-    with pytest.raises(StreamingQueryException, match="seen_n_check"):
-        stream.run(function)
-    assert isinstance(function.exception(), EffectFailed)
-    assert stream.seen() == [0, 1, 2]
-    with psycopg.connect(stream.url) as connection:
-        connection.execute("ALTER TABLE seen DROP CONSTRAINT seen_n_check")
-    stream.run()
-    assert stream.seen() == list(range(9))
-
-
-def test_a_value_that_no_column_takes(stream):
-    stream.add()
-    rows = stream.rows().withColumn("text", F.lit("a\0b"))
-    function = stream.function()
-    with pytest.raises(StreamingQueryException, match="can't be staged"):
-        stream.run(function, rows)
-    assert isinstance(function.exception(), EffectFailed)
-    assert stream.left() == []
 
 
 def test_the_rate_source_and_a_users_session_settings(stream):

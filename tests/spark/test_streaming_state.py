@@ -6,8 +6,9 @@ from typing import Any
 
 import psycopg
 import pytest
+from pyspark.errors import StreamingQueryException
 from stream_state import KEYS, SIZE, counted, of_batches, stateful
-from stream_to_sink import Stream, killed
+from stream_to_sink import Stream
 
 from spark_jobs import ConsumerJob
 from spark_jobs.driver import stream_group
@@ -41,35 +42,26 @@ def counts(stateful, outbox_postgres, tmp_path) -> Counts:
     return Counts(stateful, outbox_postgres.url, tmp_path)
 
 
-KILLED = """
-import os, signal, sys
-from spark_jobs import ConsumerJob, exactly_once
-from spark_jobs.spark.session import start
-from stream_state import CONF, counted
-
-source, checkpoint = sys.argv[1:]
-spark = start("killed", conf=CONF)
-function = exactly_once(ConsumerJob("counts", effect="INSERT INTO told SELECT k, number FROM batch"))
-
-def around(rows, batch_id):
-    function(rows, batch_id)
-    if batch_id == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-rows = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(source)
-writing = counted(rows).writeStream.foreachBatch(around).outputMode("update")
-writing.option("checkpointLocation", checkpoint).start().awaitTermination()
-"""
+class Stopped(Exception):
+    """Ends a query where a test wants it."""
 
 
-def test_a_driver_killed_between_commit_and_sparks_own(counts):
-    """With its third batch: it comes again and is applied; its state must be written all the same."""
-    for _ in range(2):
+def test_a_query_that_ends_between_commit_and_sparks_own(counts):
+    """With its third batch: it comes again and is known; its state must be written all the same.
+
+    A driver that is killed there: test_outbox_sink_state.py.
+    """
+    function = counts.function(JOB)
+
+    def around(rows: Any, batch_id: int) -> None:
+        function(rows, batch_id)
+        if batch_id == 2:
+            raise Stopped
+
+    for _ in range(5):
         counts.add()
-    counts.run()
-    for _ in range(3):
-        counts.add()
-    killed(counts, KILLED)
+    with pytest.raises(StreamingQueryException, match="Stopped"):
+        counts.run(around)
     assert counts.told() == of_batches(3)
     counts.run()
     assert counts.told() == of_batches(5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from uuid import UUID
 import pytest
 from support import drained, wait_until, write
 from typer.testing import CliRunner
-from uuid_utils.compat import uuid4, uuid7
+from uuid_utils.compat import uuid7
 
 from outbox import Event
 from relay.cli.app import app
@@ -94,7 +93,10 @@ def test_an_event_from_its_row_to_the_sink(bench, traced, outbox_relay):
 
 
 def test_an_event_that_left_no_row_is_found_on_kafka(bench, traced, outbox_relay, monkeypatch):
-    """More others than two reads of the topic hold are in front of it, and behind it; a repeat is shown too."""
+    """More others than two reads of the topic hold are in front of it, and behind it; a repeat is shown too.
+
+    One whose id has no time in it, and --since: tests/integration/relay/operations/test_trace.py.
+    """
     monkeypatch.setattr(topic_scan, "_AT_ONCE", 100)
     url = bench.database.url
     before, wanted, behind = ([order(number) for number in range(count)] for count in (250, 1, 250))
@@ -115,14 +117,6 @@ def test_an_event_that_left_no_row_is_found_on_kafka(bench, traced, outbox_relay
     status, found = traced(str(uuid7()))
     assert (status, found["messages"], found["groups"], found["searched_to_the_end"]) == (1, [], [], True)
     assert "the outbox has no row of it" in shown(str(uuid7()))
-    # One whose id has no time in it may be anywhere: its topic is read from the beginning, or since a given time.
-    other = str(uuid4())
-    bench.send_raw(b"{}", [("ce_id", other.encode())])
-    for options in ([], ["--topic", bench.topic], ["--since", "2026-01-01"]):
-        status, found = traced(other, *options)
-        assert (status, len(found["messages"]), found["searched_to_the_end"], found["unseen"]) == (0, 1, True, [])
-    status, found = traced(other, "--since", f"{dt.datetime.now(dt.UTC) + dt.timedelta(hours=1):%Y-%m-%dT%H:%M:%S}")
-    assert (status, found["messages"], found["searched_to_the_end"]) == (1, [], True)
 
 
 def test_topics_that_groups_read_are_looked_through_where_no_route_names_one(bench, traced, monkeypatch):

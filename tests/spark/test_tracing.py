@@ -70,10 +70,9 @@ def test_a_round_is_linked_to_the_writes_of_its_messages(bench, spans, way):
     assert_without([span], "secret-", "key-")
 
 
-@pytest.mark.parametrize("way", ["in the driver", "in tasks"])
-def test_a_round_has_a_bounded_number_of_links_and_the_next_of_its_runner_has_its_own(bench, spans, way):
+def test_a_round_has_a_bounded_number_of_links_and_the_next_of_its_runner_has_its_own(bench, spans):
     written = send(bench, 300)
-    with bench.runner(**WAYS[way][1]) as runner:
+    with bench.runner(driver_records=0) as runner:
         runner.once(threading.Event())
         later = send(bench, 2, first=1001)
         runner.once(threading.Event())

@@ -34,10 +34,9 @@ def behind(bench: Bench) -> list[tuple[Any, ...]]:
     )
 
 
-@pytest.mark.parametrize(("way", "driver_records"), [("driver", 2_000), ("transform", 0)])
-def test_keys_are_read_once_and_never_too_few_are_known(bench, way, driver_records):
-    transform = None if way != "transform" else lambda rows: rows.filter("n >= 0")
-    job = ConsumerJob("waiting", (bench.topic,), SQL, schema="n int", setup=SETUP, keep_order=True, transform=transform)
+def test_keys_are_read_once_and_never_too_few_are_known(bench):
+    """In the driver; by executors and with a transform: test_driver_rounds.py, with few letters."""
+    job = ConsumerJob("waiting", (bench.topic,), SQL, schema="n int", setup=SETUP, keep_order=True)
     with Counting(bench.database.url) as counting:
         own, bench.database = bench.database, SimpleNamespace(url=counting.url)
 
@@ -45,7 +44,7 @@ def test_keys_are_read_once_and_never_too_few_are_known(bench, way, driver_recor
             return sum(text.strip().startswith(b"SELECT DISTINCT topic, message_key") for text in counting.statements)
 
         sent(bench, 1, "first")
-        with bench.runner(job, driver_records=driver_records) as runner:
+        with bench.runner(job) as runner:
             assert runner._round(None) is True
             bench.database = own
             bench.run(FILL.encode() % LETTERS)

@@ -1,7 +1,7 @@
 """A job at-most-once whose effect calls another system: a file with a line for each message, none of which is undone.
 
 ``job`` is for ``outbox consume``: it applies a round at once, in the driver, which kills itself there. Its file is
-``called`` in the working directory; KILLED_AT is "effect", or a point of ``at_most_once_task``.
+``called`` in the working directory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from at_most_once_task import interrupt
 
 from spark_jobs import ConsumerJob, OffsetsOnly, order_totals
 
@@ -47,5 +45,3 @@ def at_most_once(effect: Callable[[Any, Any], None], atomic: Any) -> ConsumerJob
 
 
 job = at_most_once(calling(Path("called"), once_killing(Path("killed"))), "batch")
-if (point := os.environ.get("KILLED_AT", "effect")) != "effect":
-    interrupt(point)

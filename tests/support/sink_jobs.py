@@ -35,7 +35,7 @@ def comes(url: str, what: str) -> bool:
 
 def die(what: str) -> None:
     """Kill this process; before it Spark's JVM, unless what dies is only this one."""
-    if what.startswith(("driver", "executor")):
+    if what.startswith("driver"):
         for parent in psutil.Process().parents():
             if parent.name() == "java":
                 parent.kill()
@@ -99,7 +99,7 @@ class TroubledWriter(OutboxWriter):
     def write(self, iterator: Any) -> Any:
         self._come("task dies before")
         staged = super().write(iterator)
-        self._come("task dies after", "executor dies after")
+        self._come("task dies after")
         return staged
 
     def commit(self, messages: Any, batchId: int) -> None:  # noqa: N803

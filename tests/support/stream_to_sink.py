@@ -82,12 +82,12 @@ def stream(spark, outbox_postgres, tmp_path) -> Stream:
     return Stream(spark, outbox_postgres.url, tmp_path)
 
 
-def killed(stream: Stream, program: str, *arguments: str) -> None:
+def killed(stream: Stream, program: str) -> None:
     """Run the query in another process, a program that kills itself; it gets the stream's folders as arguments."""
     support = Path(__file__).parent
     paths = filter(None, [str(support), str(support.parents[1]), os.environ.get("PYTHONPATH")])
     ended = subprocess.run(
-        [sys.executable, "-c", program, str(stream.source), str(stream.checkpoint), *arguments],
+        [sys.executable, "-c", program, str(stream.source), str(stream.checkpoint)],
         env=os.environ | {"OUTBOX_DATABASE_URL": stream.url, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,

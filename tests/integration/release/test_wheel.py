@@ -185,7 +185,7 @@ def test_a_command_names_the_extra_that_it_lacks(installed):
 
 
 def test_a_relay_needs_nothing_of_the_sandbox(installed, outbox_postgres, outbox_kafka, tmp_path):
-    """tests/spark/test_process.py has the same of a consumer."""
+    """tests/spark/test_operating.py has the same of a consumer."""
     kind = outbox_kafka.name("Order")
     with outbox_postgres.connect() as connection:
         Outbox().add(connection, Event(kind, "1", "Placed", {"a": 1}))

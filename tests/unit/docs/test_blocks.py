@@ -53,7 +53,7 @@ RUN = {
     "docs/guides/writing-events.md": "tests/integration/outbox/test_writer_docs.py",
     "docs/guides/inbox.md": "tests/integration/outbox/inbox/test_docs.py",
     "docs/guides/kafka-to-kafka.md": "tests/acceptance/test_transform.py",
-    "docs/guides/notebooks.md": "tests/spark/test_notebook_docs.py",
+    "docs/guides/notebooks.md": "tests/spark/test_page_notebooks.py",
     "docs/guides/testing.md": "tests/integration/docs/test_blocks.py",
     "docs/operations/page.md": "tests/integration/relay/page/test_access.py",
     "docs/reference/message-format.md": "tests/integration/relay/kafka/test_message_format.py",

@@ -55,14 +55,13 @@ def test_type_checkers_are_told_the_same():
 
 
 def test_the_package_costs_nothing_and_a_job_no_spark():
-    loaded = f"print(sorted(set({HEAVY!r}) & set(sys.modules)))"
-    assert python(f"import sys, spark_jobs; {loaded}", cwd=ROOT).stdout == "[]\n"
     names = "ConsumerJob, Upsert, Insert, Dedup, Natural, Version, Fingerprint, Reject"
-    found = python(f"import sys; from spark_jobs import {names}; {loaded}", cwd=ROOT)
-    assert found.stdout == "['psycopg']\n"
+    steps = ("import sys, spark_jobs", f"from spark_jobs import {names}", "from spark_jobs import run, exactly_once")
+    loaded = f"print(sorted(set({HEAVY!r}) & set(sys.modules)))"
+    package, job, program = python("\n".join(f"{step}; {loaded}" for step in steps), cwd=ROOT).stdout.splitlines()
+    assert (package, job) == ("[]", "['psycopg']")
     # Executors import what a job's module imports, and have nothing of the settings.
-    found = python(f"import sys; from spark_jobs import run, exactly_once; {loaded}", cwd=ROOT)
-    assert not {"pyspark", "pydantic"} & set(ast.literal_eval(found.stdout))
+    assert not {"pyspark", "pydantic"} & set(ast.literal_eval(program))
 
 
 def test_consumer_groups_cost_neither_settings_nor_an_orm():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaException
 from confluent_kafka.admin import NewPartitions, NewTopic
 from offsets_driver import Driver
 from support import wait_until
@@ -62,18 +60,11 @@ def kill_the_first(driver: Driver, cluster: KafkaCluster) -> None:
     driver.runner._kafka._seconds = usual
 
 
-@pytest.fixture
-def away(read):
-    """The same, with five more messages in each, and without the first broker."""
+def test_the_others_are_read_until_its_leader_is_back(read):
     driver, cluster = read
     for part in (0, 1):
         driver.send(part, 5)
     kill_the_first(driver, cluster)
-    return driver, cluster
-
-
-def test_the_others_are_read_until_its_leader_is_back(away):
-    driver, cluster = away
     behind, caught_up, stop = [], [], threading.Event()
 
     def note(offsets: Mapping[Any, int], turn: Collection[Any]) -> None:
@@ -90,6 +81,18 @@ def test_the_others_are_read_until_its_leader_is_back(away):
     # It stands, whether messages wait in it or not, and what it has is not caught up with.
     assert (behind[1:], caught_up) == ([({other: 5}, {other})] * 3, [])
     assert driver.reports.count("Kafka names no leader of these partitions: they are not read") == 1
+    # A run to the ends needs all, and so does a new group.
+    usual = driver.runner._options
+    driver.runner._options = replace(usual, patience=3.0)
+    with pytest.raises(ConsumerUnavailable, match="Leader not available"):
+        driver.runner.once(threading.Event())
+    driver.rows("CREATE TABLE kept AS TABLE consumer.offsets", result=False)
+    driver.rows("DELETE FROM consumer.offsets", result=False)
+    with pytest.raises(ConsumerUnavailable, match="Leader not available"):
+        driver.step()
+    assert driver.positions() == {}
+    driver.rows("INSERT INTO consumer.offsets TABLE kept", result=False)
+    driver.runner._options = usual
     cluster.start_broker(0)
     wait_until(lambda: driver.step() == {1: (5, 10)}, what="its messages")
     assert behind[-1] == ({other: 5}, {other})
@@ -97,27 +100,11 @@ def test_the_others_are_read_until_its_leader_is_back(away):
     assert behind[-1] == ({}, set())
 
 
-def test_one_that_is_added_meanwhile_keeps_no_other_waiting(away):
-    """Until its leader is back, it is not known where the second one ends, which comes before the added one."""
-    driver, cluster = away
-
-    def added() -> bool:
-        # The broker that was killed may have been the controller.
-        with suppress(KafkaException):
-            wanted = [NewPartitions(driver.topic, 3, [[3]])]
-            driver.admin.create_partitions(wanted, request_timeout=10)[driver.topic].result(30)
-        return has_leaders(driver, [True, False, True])
-
-    wait_until(added, 90, what="the added partition")
-    driver.send(2, 4)
-    assert [driver.step(), driver.step()] == [{0: (3, 8)}, {}]
-    cluster.start_broker(0)
-    wait_until(lambda: driver.step() == {1: (5, 10)}, what="the messages of the second one")
-    assert [driver.step(), driver.step()] == [{2: (0, 4)}, {}]
-
-
 def test_one_that_has_had_no_leader_since_it_was_added_keeps_no_other_waiting(read):
-    """What the others have by then comes before what it has; and then they are read on without it."""
+    """What the others have by then comes before what it has; and then they are read on without it.
+
+    One that is added while another has no leader: tests/unit/spark_jobs/driver/test_added_partitions.py.
+    """
     driver, cluster = read
     driver.admin.create_partitions([NewPartitions(driver.topic, 3, [[1]])])[driver.topic].result(30)
     wait_until(lambda: has_leaders(driver, [True, True, True]), what="the added partition")
@@ -137,14 +124,3 @@ def test_one_that_has_had_no_leader_since_it_was_added_keeps_no_other_waiting(re
     found = []
     wait_until(lambda: found.append(driver.step()) or {2: (0, 4)} in found, what="the messages of the added one")
     assert [each for each in found if each] == [{0: (13, 18)}, {2: (0, 4)}]
-
-
-def test_a_run_to_the_ends_and_a_new_group_need_all(away):
-    driver, _ = away
-    driver.runner._options = replace(driver.runner._options, patience=3.0)
-    with pytest.raises(ConsumerUnavailable, match="Leader not available"):
-        driver.runner.once(threading.Event())
-    driver.rows("DELETE FROM consumer.offsets", result=False)
-    with pytest.raises(ConsumerUnavailable, match="Leader not available"):
-        driver.step()
-    assert driver.positions() == {}

@@ -58,10 +58,7 @@ def test_a_range_comes_whole_in_order_and_in_parts(opened, full):
     assert [one for part in found for one in part.headers] == [[("ce_id", b"%d" % n)] for n in range(MESSAGES)]
 
 
-@pytest.mark.parametrize(
-    ("start", "end"),
-    [(0, 1), (0, 5_000), (0, 24_999), (0, MESSAGES), (24_999, MESSAGES), (9_999, 20_001), (12_345, 12_345)],
-)
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (0, 5_000), (24_999, MESSAGES), (9_999, 20_001), (12_345, 12_345)])
 def test_a_range_ends_where_it_ends_and_says_where_the_next_message_is(opened, full, start, end):
     """Where messages follow each other that is its end: however many the client had taken beyond it."""
     _, topic = full
