@@ -394,7 +394,7 @@ def _mortal() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "allow.everyone.if.no.acl.found": "true",
     }
-    with KafkaProxy("127.0.0.1", None) as proxy, ProxiedKafka(proxy, settings=settings) as cluster:
+    with KafkaProxy() as proxy, ProxiedKafka(proxy, settings=settings) as cluster:
         yield cluster, proxy
 
 

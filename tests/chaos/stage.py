@@ -67,7 +67,7 @@ class KafkaSite:
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            self.proxies = [opened.enter_context(KafkaProxy("127.0.0.1", None)) for _ in range(self._brokers)]
+            self.proxies = [opened.enter_context(KafkaProxy()) for _ in range(self._brokers)]
             self.cluster = opened.enter_context(ProxiedKafka(*self.proxies))
             self._opened = opened.pop_all()
         return self

@@ -69,13 +69,13 @@ def accept(log: Log) -> None:
     assert found.exit_code == 0, found.output
 
 
-def recreate(log: Log, partitions: int = 1) -> None:
+def recreate(log: Log) -> None:
     """Delete the topic, and create it again."""
     admin = AdminClient({"bootstrap.servers": log.servers})
     admin.delete_topics([log.topic], operation_timeout=30)[log.topic].result(30)
 
     def created() -> bool:
-        future = admin.create_topics([NewTopic(log.topic, partitions)], operation_timeout=30)[log.topic]
+        future = admin.create_topics([NewTopic(log.topic, 1)], operation_timeout=30)[log.topic]
         return future.exception(30) is None
 
     wait_until(created, what="the topic")

@@ -128,8 +128,8 @@ class KafkaProxy(TcpProxy):
 
     connection_type = KafkaConnection
 
-    def __init__(self, target_host: str, target_port: int | None) -> None:
-        super().__init__(target_host, target_port)
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1", None)
         self._seen: Counter[int] = Counter()
         self._rules: list[_Rule] = []
         self._fired: list[Fired] = []

@@ -89,11 +89,11 @@ def failures(url: str, kind: str, error: str, count: int) -> None:
 PROXY = {"proxy_secret": "s3cret-of-the-proxy", "origin": "https://outbox.example.com"}
 
 
-def through_proxy(user: str, secret: str = PROXY["proxy_secret"]) -> dict[str, str]:
+def through_proxy(user: str) -> dict[str, str]:
     """Return the headers of a request as a proxy passes it on."""
     return {
         "Host": "outbox.example.com",
         "Origin": PROXY["origin"],
-        "X-Outbox-Proxy-Secret": secret,
+        "X-Outbox-Proxy-Secret": PROXY["proxy_secret"],
         "X-Forwarded-User": user,
     }
