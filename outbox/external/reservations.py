@@ -1,8 +1,8 @@
 """The table of effects outside the database: claim, settle, and operators' actions. Short transactions only.
 
-Every method is one transaction on the given connection, which must be in autocommit mode, by the database's clock; how
-long the provider knows a key goes by the caller's, too. A claim writes the end of the lease into ``next_attempt_at``
-and raises ``attempts``; no transaction is open during the call. Raises psycopg's errors.
+Every method but ``forget`` is one transaction on the given connection, which must be in autocommit mode, by the
+database's clock; how long the provider knows a key goes by the caller's, too. A claim writes the end of the lease into
+``next_attempt_at`` and raises ``attempts``; no transaction is open during the call. Raises psycopg's errors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from outbox._clients import blocks
 from outbox._clients.durable import SYNCHRONOUS
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.connections import process_name
@@ -174,7 +175,7 @@ UPDATE {reservations}
 RETURNING message_id"""
 _FORGET: Final = """
 DELETE FROM {reservations}
-{chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL"""
+{chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL AND {in_step}"""
 
 OPEN: Final = ("reserved", "calling", "cancelling")
 _CLOCK: Final = time.time
@@ -431,14 +432,19 @@ class ReservationAdmin:
     def forget(self, chosen: Chosen, days: int) -> int:
         """Delete reservations that were settled more than ``days`` ago, except for conflicts. Returns how many.
 
-        A message that is repeated after that is reserved again, unless the group still remembers its id.
+        In steps, each a transaction. A message that is repeated after that is reserved again, unless the group still
+        remembers its id.
         """
-        with self._connection.transaction():
-            count = self._connection.execute(self._over_chosen(_FORGET), _values(chosen) | {"days": days}).rowcount
-            if count:
-                details = {"grp": chosen.group, "name": chosen.name, "days": days, "count": count}
-                note(self._connection, self._schema, "external: forget", None, details)
-        return count
+        total = 0
+        for in_step in blocks.steps(self._connection, sql.Identifier(self._schema, "reservations")):
+            with self._connection.transaction():
+                query = self._over_chosen(_FORGET, in_step=in_step)
+                count = self._connection.execute(query, _values(chosen) | {"days": days}).rowcount
+                if count:
+                    details = {"grp": chosen.group, "name": chosen.name, "days": days, "count": count}
+                    note(self._connection, self._schema, "external: forget", None, details)
+            total += count
+        return total
 
     def _change(self, what: str, query: LiteralString, chosen: Chosen, why: str | None, **values: object) -> list[str]:
         with self._connection.transaction():
@@ -449,8 +455,8 @@ class ReservationAdmin:
                 note(self._connection, self._schema, what, why, details)
         return ids
 
-    def _over_chosen(self, query: LiteralString) -> sql.Composed:
-        return statement(self._schema, query, chosen=sql.SQL(_CHOSEN))
+    def _over_chosen(self, query: LiteralString, **names: sql.Composable) -> sql.Composed:
+        return statement(self._schema, query, chosen=sql.SQL(_CHOSEN), **names)
 
 
 def _values(chosen: Chosen) -> dict[str, object]:

@@ -15,6 +15,7 @@ import pytest
 from external_support import Sink, in_thread, lease_runs_out, outbox_cli, payments, provider, sink
 from support import wait_until
 
+from outbox._clients import blocks
 from outbox.consumer.errors import ConsumerError, JobError
 from outbox.errors import NotFound, SchemaError
 from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater, reservations
@@ -206,6 +207,29 @@ def test_by_hand_cancel_and_settle(sink, provider, outbox_cli):
     assert "no reservations" in outbox_cli("external", "retry", maybe, status=1)
     assert outbox_cli("external", "forget", "--days", "0", "--json") == {"forgotten": 3}
     assert sink.states() == {}
+
+
+def test_what_is_settled_is_deleted_in_steps(sink, monkeypatch):
+    monkeypatch.setattr(blocks, "STEP", 1)
+    settled = """
+        INSERT INTO consumer.reservations
+               (grp, name, message_id, topic, part, message_offset, state, request, settled_at)
+        SELECT 'orders', 'payments', gen_random_uuid(), 'o', 0, n, 'confirmed', '{}', now() - interval '9 days'
+          FROM generate_series(1, 500) AS n"""
+    last = "SELECT FROM consumer.reservations ORDER BY ctid DESC LIMIT 1 FOR UPDATE"
+    with sink.connect() as other, sink.connect() as connection:
+        other.execute(settled)
+        connection.execute("SET lock_timeout = '100ms'")
+        with other.transaction():
+            other.execute(last)
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                ReservationAdmin(connection, "consumer").forget(Chosen(), 7)
+        (noted,) = sink.rows("SELECT sum((details ->> 'count')::integer) FROM consumer.audit")[0]
+        left = sink.rows("SELECT count(*) FROM consumer.reservations")[0][0]
+        assert 0 < left < 100
+        assert noted == 500 - left
+        assert ReservationAdmin(connection, "consumer").forget(Chosen(), 10) == 0
+        assert ReservationAdmin(connection, "consumer").forget(Chosen(), 7) == left
 
 
 def test_a_redirect_may_follow_the_effect_and_is_taken_back_by_a_cancel(sink, provider):
