@@ -138,7 +138,8 @@ def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_pa
         stack.push(old_relay)
         old_relay.enter_context(old.running(PODS["outbox-relay"]["terminationGracePeriodSeconds"]))
         totals, web = here.only("outbox-order-totals"), here.only("outbox-page")
-        stack.enter_context(totals.running(PODS["outbox-order-totals"]["terminationGracePeriodSeconds"]))
+        grace = PODS["outbox-order-totals"]["terminationGracePeriodSeconds"]
+        stack.enter_context(totals.running(grace, says="stopping after this round"))
         stack.enter_context(web.running(30))
         for name, container in (("outbox-relay", old), ("outbox-order-totals", totals), ("outbox-page", web)):
             for kind in ("livenessProbe", "readinessProbe"):

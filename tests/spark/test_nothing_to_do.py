@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench import Bench, Consumer, expected
+from bench import Bench, Consumer, expected, order
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
 from outbox.consumer.errors import DataLost
+from outbox.consumer.kafka_admin import TopicMissing
 from spark_jobs.driver.options import Totals
 from spark_jobs.job import ConsumerJob
 
@@ -102,6 +103,24 @@ def test_spark_is_started_only_for_what_is_there(spark, outbox_postgres, outbox_
         bench.once()
     assert not start.was_called()
     assert bench.rows("SELECT count(*)::int FROM consumer.losses") == [(1,)]
+
+
+def test_a_topic_that_comes_later(spark, outbox_postgres, outbox_kafka):
+    """A consumer that starts beside a relay which creates its topics ends, and works when it is started again."""
+    start = Start(spark)
+    bench = Bench(start, outbox_postgres, outbox_kafka)
+    topic = bench.topics.name("later")
+    job = bench.job.with_topics([topic])
+    with pytest.raises(TopicMissing, match=f"there is no topic {topic}"):
+        bench.once(job)
+    with bench.runner(job) as runner, pytest.raises(TopicMissing, match=f"there is no topic {topic}"):
+        runner.continuous(threading.Event())
+    assert not start.was_called()
+    assert bench.rows("SELECT count(*) FROM consumer.losses") == [(0,)]
+    bench.topics.create_topic(topic, 1)
+    bench.produce([(order("a", 1), "a")], topic)
+    bench.once(job)
+    assert bench.totals() == expected("a", 1)
 
 
 class Java:

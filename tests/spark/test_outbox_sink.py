@@ -180,7 +180,10 @@ def test_an_overlapping_start_on_one_checkpoint_sets_nothing_back(stream: SinkSt
     with psycopg.connect(stream.url) as connection:
         create_shared(connection, StagePlan(stream.url, "consumer", table, "numbers", {"n": "bigint"}))
     stream.checkpoint = other
+    generation = stream.sink("SELECT generation FROM consumer.groups")
     ended()
+    # It applies nothing, so it does not take the group over.
+    assert stream.sink("SELECT generation FROM consumer.groups") == generation
     assert stream.checkpoints() == [("numbers", 2, 9, 0)]
     assert stream.left() == [(table,)]
     stream.checkpoint = mine

@@ -25,19 +25,21 @@ pytestmark = pytest.mark.spark
 
 
 def test_batches_are_applied_once_and_counted(stream):
-    """Also one that Spark hands over twice; and of the second one a filter leaves no row: the third follows it."""
+    """Also one that comes again; and of the second one a filter leaves no row: the third follows it."""
     function = stream.function()
 
-    def twice(rows: Any, batch_id: int) -> None:
+    def again(rows: Any, batch_id: int) -> None:
         function(rows, batch_id)
         function(rows, batch_id)
+        # In another driver, which finds nothing to apply, and so does not take the group over.
+        stream.function()(rows, batch_id)
 
     for _ in range(3):
         stream.add()
-    stream.run(twice, stream.rows().filter("n NOT BETWEEN 3 AND 5"))
+    stream.run(again, stream.rows().filter("n NOT BETWEEN 3 AND 5"))
     assert stream.seen() == [0, 1, 2, 6, 7, 8]
     assert stream.sink("SELECT grp, batch_id, applied, duplicates FROM consumer.checkpoints") == [("numbers", 2, 6, 0)]
-    assert stream.sink("SELECT strategy, atomic FROM consumer.groups") == [("Stream", "batch")]
+    assert stream.sink("SELECT strategy, atomic, generation FROM consumer.groups") == [("Stream", "batch", 1)]
     stream.add()
     stream.run()
     assert stream.seen() == [0, 1, 2, *range(6, 12)]
@@ -158,6 +160,16 @@ def test_insert_and_upsert_take_the_streams_columns(stream):
         (n, f"k{n % 2}", str(n)) for n in range(5)
     ]
     assert stream.sink("SELECT name, n FROM latest ORDER BY name") == [("k0", 4), ("k1", 3)]
+
+
+def test_a_value_that_no_column_takes(stream):
+    stream.add()
+    rows = stream.rows().withColumn("text", F.lit("a\0b"))
+    function = stream.function()
+    with pytest.raises(StreamingQueryException, match="can't be staged"):
+        stream.run(function, rows)
+    assert isinstance(function.exception(), EffectFailed)
+    assert stream.left() == []
 
 
 def test_the_rate_source_and_a_users_session_settings(stream):

@@ -49,8 +49,11 @@ class Container:
         return done.stdout
 
     @contextmanager
-    def running(self, grace: float = 120) -> Iterator[Path]:
-        """Run it until the block ends, then stop it as an engine does; it has ``grace`` seconds. Yields its log."""
+    def running(self, grace: float = 120, says: str = "") -> Iterator[Path]:
+        """Run it until the block ends, then stop it as an engine does; it has ``grace`` seconds. Yields its log.
+
+        says  what it says when it is told to stop; then it ends by itself, with status 0.
+        """
         log = self.folder / f"{self.name}.log"
         process = NURSERY.fork(self._words[1:], self._environment, self.folder, log)
         try:
@@ -61,4 +64,5 @@ class Container:
             process.wait(grace)
             status = process.exit_code
             process.signal(signal.SIGKILL)
-        assert status in {0, -signal.SIGTERM}, (self.name, status, log.read_text())
+        assert status in ({0} if says else {0, -signal.SIGTERM}), (self.name, status, log.read_text())
+        assert says in log.read_text(), (self.name, log.read_text())

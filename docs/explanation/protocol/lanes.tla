@@ -44,10 +44,10 @@ Ascending(S) == IF S = {} THEN <<>> ELSE <<Least(S)>> \o Ascending(S \ {Least(S)
 First(S, n) == SubSeq(Ascending(S), 1, Lower(n, Cardinality(S)))
 InFlight(h) == Range(h.pending) \cup (IF h.sent THEN Range(h.batch) ELSE {})
 
-(* What a relay knows of a lane (core/lane.py; settle/settlement.py; polling/lane.py). stage: out -> acquired ->   *)
-(* fenced -> read -> held. batch: read, and perhaps sent; pending: published, not settled; wire: sent and not yet   *)
-(* in the topic; expected: last_batch as this relay wrote it; mark and known: the low-water mark, and the failures; *)
-(* at: up to which commit the stream was read, 0 when it begins again at the slot's position.                       *)
+(* What a relay knows of a lane (core/lane.py; settle/settlement.py; polling/blocked_keys.py). stage: out ->      *)
+(* acquired -> fenced -> read -> held. batch: read, and perhaps sent; pending: published, not settled; wire: sent *)
+(* and not yet in the topic; expected: last_batch as this relay wrote it; mark and known: the low-water mark, and *)
+(* the failures; at: up to which commit the stream was read, 0 when it begins again at the slot's position.       *)
 NoMarker == [batch |-> 0, events |-> <<>>]
 Out == [stage |-> "out", epoch |-> 0, former |-> NoId, fenced |-> 0, marker |-> NoMarker, expected |-> 0,
         batch |-> <<>>, pending |-> <<>>, sent |-> FALSE, wire |-> <<>>, mark |-> 0, known |-> {}, at |-> 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from polling_worker import drain, insert_huge, note, settle, traced, workers
 from support import backlog
 
@@ -38,9 +39,10 @@ def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes
     assert sent["Sync"] <= 30, sent
 
 
-def test_150_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers):
-    """They are compressed in the table."""
-    worker = workers()
+@pytest.mark.parametrize("lanes", [4, 256])
+def test_150_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes):
+    """They are compressed in the table. Of few lanes each has a limit of its own; many are limited together."""
+    worker = workers(lanes)
     insert_huge(worker, 150)
     there = worker.ids()
     source = worker.source()

@@ -48,6 +48,8 @@ def python(raised: str, before: str = "") -> Exception:
     [
         (python("psycopg.OperationalError: gone"), ConsumerUnavailable),
         (python("psycopg.errors.AdminShutdown: gone"), ConsumerUnavailable),
+        (python("psycopg.errors.IdleInTransactionSessionTimeout: gone"), ConsumerUnavailable),
+        (python("psycopg.errors.TransactionTimeout: gone"), ConsumerUnavailable),
         (python("psycopg.errors.UndefinedColumn: no"), EffectFailed),
         (python("psycopg.errors.ProgramLimitExceeded: no"), EffectFailed),
         (python("spark_jobs.errors.InputCut: ended"), InputCut),
@@ -105,6 +107,8 @@ def test_an_error_of_kafka(code, kind):
     [
         (psycopg.OperationalError("gone"), ConsumerUnavailable),
         (errors.AdminShutdown("gone"), ConsumerUnavailable),
+        (errors.IdleInTransactionSessionTimeout("gone"), Interrupted),
+        (errors.TransactionTimeout("gone"), Interrupted),
         (errors.DiskFull("full"), ConsumerUnavailable),
         (errors.QueryCanceled("late"), Interrupted),
         (errors.LockNotAvailable("held"), Interrupted),
