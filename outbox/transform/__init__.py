@@ -37,6 +37,8 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 | the name of a header is not UTF-8          | the same; such names are escaped in the copy                            |
 | that copy is too large for its topic       | it goes there without its value, and says so                            |
 | records are too large only together        | each is a batch of its own on the broker for the next minute            |
+| records of the input can't be read: a wrong | ``run`` raises KafkaRefused. librdkafka would skip the former and fetch  |
+| checksum, or compression                   | the latter for good                                                     |
 | the input was deleted before it was read   | InputLost: it does not jump to where the log begins now                 |
 """
 

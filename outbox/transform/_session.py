@@ -16,6 +16,8 @@ from outbox._clients.callbacks import raising
 from outbox._clients.kafka import Certificates
 from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds, is_fatal
 from outbox._clients.threads import within
+from outbox.consumer.errors import CorruptRecords
+from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
@@ -134,7 +136,7 @@ class Session:
                 if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
                     self._ends[partition_of(message)] = message.offset() or 0
                 else:
-                    self._refuse(error)
+                    self._refuse(error, message)
             elif message is not None:
                 self._messages.append(checked(message))
                 size += len(message.value() or b"")
@@ -142,9 +144,11 @@ class Session:
             elif until is None or time.monotonic() >= until:
                 return
 
-    def _refuse(self, error: KafkaError) -> None:
-        """Raise for an error of the consumer that does not pass by itself."""
+    def _refuse(self, error: KafkaError, message: Message) -> None:
+        """Raise for an error of the consumer that does not pass by itself; it came as this message."""
         code = error.code()
+        part = "" if message.topic() is None else f", {message.topic()}-{message.partition()}"
+        found = of_kafka(error, f"group {self._plan.group!r}{part}")
         if code == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
             raise InputLost(
                 f"group {self._plan.group!r}: {error.str()}; the messages at its position are gone. Nothing was "
@@ -152,11 +156,14 @@ class Session:
             )
         if code in _MISSING:
             self._require_topics()
+        elif isinstance(found, CorruptRecords):
+            # librdkafka would read on behind a wrong checksum, and fetch what it can't decompress again for good.
+            raise KafkaRefused(f"{found}. If another replica has the records whole, make it the leader; run again")
         elif is_fatal(error) or is_refused(error):
             raise KafkaException(error)
         else:
             # librdkafka goes on by itself, as behind a connection that broke, or joins the group again.
-            _logger.info("group %s: %s", self._plan.group, error.str())
+            _logger.warning("group %s: %s", self._plan.group, error.str())
             self._progress.watch.not_joined(error.str())
 
     def _require_topics(self) -> None:
