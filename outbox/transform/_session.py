@@ -55,6 +55,8 @@ _UNFIT: Final = _TOO_LARGE | frozenset(
     }
 )
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
+# What produce() says once the transaction has failed: it is to be aborted.
+_TAKES_NO_MORE: Final = KafkaError._STATE  # noqa: SLF001
 _MISSING: Final = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})  # noqa: SLF001
 
 
@@ -236,13 +238,7 @@ class Session:
         began = self._firsts.begin()
         self._producer.begin_transaction()
         try:
-            try:
-                for message in messages:
-                    self._produce(message)
-            except NotAcknowledged:
-                # The transaction's own error says more, and shows only in its next step. It is not committed.
-                self._until_known(lambda: self._send_positions(list(positions.values())))
-                raise
+            self._produce_all(messages, list(positions.values()))
             once = self._until_known(lambda: self._send_positions(list(positions.values())), CLEAN_OFFSETS_SECONDS)
             self._await_refusals()
             clean = self._until_known(lambda: self._producer.commit_transaction(_SECONDS), self._clean_seconds) and once
@@ -263,6 +259,16 @@ class Session:
                 self._apart_until, clean = None, False
             if not clean:
                 self._replace_producer()
+
+    def _produce_all(self, messages: Sequence[Message], positions: list[TopicPartition]) -> None:
+        try:
+            for message in messages:
+                self._produce(message)
+        except KafkaException as error:
+            if isinstance(error, NotAcknowledged) or error.args[0].code() == _TAKES_NO_MORE:
+                # The transaction's own error says more, and shows only in its next step. It is not committed.
+                self._until_known(lambda: self._send_positions(positions))
+            raise
 
     def _check(self, partitions: Collection[Partition]) -> None:
         """Check the positions of partitions that have a leader again. Raises KafkaException if they have none."""
