@@ -31,12 +31,15 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 | transaction_seconds                        | the next one                                                            |
 | a record can't be produced: too large, no  | the transaction is aborted and ``run`` raises TransformFailed           |
 | such partition                             |                                                                         |
-| a topic does not exist, a right is missing | the transaction is aborted and ``run`` raises KafkaRefused              |
+| a topic does not exist, a right is missing | the transaction is aborted and ``run`` raises KafkaRefused; also where  |
+|                                            | librdkafka says only that the producer takes no more records            |
 | the transform raises                       | the transaction is aborted and ``run`` raises; or the message goes to   |
 |                                            | ``dead_letter_topic``, in the same transaction as its neighbours        |
 | the name of a header is not UTF-8          | the same; such names are escaped in the copy                            |
 | that copy is too large for its topic       | it goes there without its value, and says so                            |
 | records are too large only together        | each is a batch of its own on the broker for the next minute            |
+| records of the input are corrupt: wrong    | ``run`` raises KafkaRefused; librdkafka would skip the former, and      |
+| checksum, or compression                   | fetch the latter for good                                               |
 | the input was deleted before it was read   | InputLost: it does not jump to where the log begins now                 |
 """
 

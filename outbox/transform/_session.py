@@ -16,6 +16,8 @@ from outbox._clients.callbacks import raising
 from outbox._clients.kafka import Certificates
 from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds, is_fatal
 from outbox._clients.threads import within
+from outbox.consumer.errors import CorruptRecords
+from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.errors import ConfigurationError
@@ -53,6 +55,8 @@ _UNFIT: Final = _TOO_LARGE | frozenset(
     }
 )
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
+# What produce() says once the transaction has failed: it is to be aborted.
+_TAKES_NO_MORE: Final = KafkaError._STATE  # noqa: SLF001
 _MISSING: Final = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})  # noqa: SLF001
 
 
@@ -134,7 +138,7 @@ class Session:
                 if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
                     self._ends[partition_of(message)] = message.offset() or 0
                 else:
-                    self._refuse(error)
+                    self._refuse(error, message)
             elif message is not None:
                 self._messages.append(checked(message))
                 size += len(message.value() or b"")
@@ -142,9 +146,11 @@ class Session:
             elif until is None or time.monotonic() >= until:
                 return
 
-    def _refuse(self, error: KafkaError) -> None:
-        """Raise for an error of the consumer that does not pass by itself."""
+    def _refuse(self, error: KafkaError, message: Message) -> None:
+        """Raise for an error of the consumer that does not pass by itself; it came as this message."""
         code = error.code()
+        part = "" if message.topic() is None else f", {message.topic()}-{message.partition()}"
+        found = of_kafka(error, f"group {self._plan.group!r}{part}")
         if code == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
             raise InputLost(
                 f"group {self._plan.group!r}: {error.str()}; the messages at its position are gone. Nothing was "
@@ -152,11 +158,14 @@ class Session:
             )
         if code in _MISSING:
             self._require_topics()
+        elif isinstance(found, CorruptRecords):
+            # librdkafka would read on behind a wrong checksum, and fetch what it can't decompress again for good.
+            raise KafkaRefused(f"{found}. If another replica has the records whole, make it the leader; run again")
         elif is_fatal(error) or is_refused(error):
             raise KafkaException(error)
         else:
             # librdkafka goes on by itself, as behind a connection that broke, or joins the group again.
-            _logger.info("group %s: %s", self._plan.group, error.str())
+            _logger.warning("group %s: %s", self._plan.group, error.str())
             self._progress.watch.not_joined(error.str())
 
     def _require_topics(self) -> None:
@@ -229,13 +238,7 @@ class Session:
         began = self._firsts.begin()
         self._producer.begin_transaction()
         try:
-            try:
-                for message in messages:
-                    self._produce(message)
-            except NotAcknowledged:
-                # The transaction's own error says more, and shows only in its next step. It is not committed.
-                self._until_known(lambda: self._send_positions(list(positions.values())))
-                raise
+            self._produce_all(messages, list(positions.values()))
             once = self._until_known(lambda: self._send_positions(list(positions.values())), CLEAN_OFFSETS_SECONDS)
             self._await_refusals()
             clean = self._until_known(lambda: self._producer.commit_transaction(_SECONDS), self._clean_seconds) and once
@@ -256,6 +259,16 @@ class Session:
                 self._apart_until, clean = None, False
             if not clean:
                 self._replace_producer()
+
+    def _produce_all(self, messages: Sequence[Message], positions: list[TopicPartition]) -> None:
+        try:
+            for message in messages:
+                self._produce(message)
+        except KafkaException as error:
+            if isinstance(error, NotAcknowledged) or error.args[0].code() == _TAKES_NO_MORE:
+                # The transaction's own error says more, and shows only in its next step. It is not committed.
+                self._until_known(lambda: self._send_positions(positions))
+            raise
 
     def _check(self, partitions: Collection[Partition]) -> None:
         """Check the positions of partitions that have a leader again. Raises KafkaException if they have none."""

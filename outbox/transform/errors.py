@@ -38,7 +38,7 @@ class InputLost(OutboxError):
 
 
 class KafkaRefused(OutboxError):
-    """Kafka refuses an operation until rights, settings or topics change."""
+    """Kafka refuses an operation until rights, settings or topics change, or has records that can't be read."""
 
 
 def is_refused(error: KafkaError) -> bool:

@@ -71,6 +71,14 @@ def edit_response(edit: Callable[[bytes], bytes]) -> Action:
     return Action("edit_response", edit=edit)
 
 
+def corrupted(response: bytes) -> bytes:
+    """Change one byte in the middle of what was fetched; shorter answers have no messages."""
+    if len(response) < 20_000:
+        return response
+    middle = len(response) // 2
+    return response[:middle] + bytes([response[middle] ^ 1]) + response[middle + 1 :]
+
+
 def after_request(hook: Callable[[], object]) -> Action:
     """Call ``hook`` as soon as the request is on its way to the broker, and before the client gets an answer."""
     return Action("after_request", hook=hook)

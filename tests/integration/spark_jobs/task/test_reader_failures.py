@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from consumer_group import ConsumerGroup
-from kafka_proxy import FETCH, KafkaProxy, delay_response, edit_response
+from kafka_proxy import FETCH, KafkaProxy, corrupted, delay_response, edit_response
 from range_support import MESSAGES, PART, offsets, opened_at, send, span, task_decoder
 
 from outbox.consumer.errors import ConsumerUnavailable
@@ -35,14 +35,6 @@ def between(mortal_network) -> tuple[KafkaCluster, KafkaProxy, str]:
         # One event, as JSON, with a number.
         send(cluster.bootstrap_servers, TOPIC, [b'{"n":%d,"pad":"%s"}' % (n, b"x" * 1000) for n in range(MESSAGES)])
     return cluster, proxy, TOPIC
-
-
-def corrupted(response: bytes) -> bytes:
-    """Change one byte in the middle of what was fetched; shorter answers have no messages."""
-    if len(response) < 20_000:
-        return response
-    middle = len(response) // 2
-    return response[:middle] + bytes([response[middle] ^ 1]) + response[middle + 1 :]
 
 
 @pytest.fixture
