@@ -495,8 +495,12 @@ def test_declarations_that_cannot_work_are_refused():
         ("where", ""),
         ("timeout", 0),
         ("longest_wait", float("inf")),
+        ("key_seconds", float("inf")),
+        ("key_seconds", 1e12),
         ("workers", 0),
         ("lease", 5.0),
+        ("lease", float("inf")),
+        ("lease", 1e12),
     ):
         with pytest.raises(JobError, match=name):
             External(**good | {name: value})
