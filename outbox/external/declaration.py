@@ -6,7 +6,6 @@ call with that key that arrives after it.
 
 from __future__ import annotations
 
-import math
 import re
 import threading
 from collections.abc import Callable
@@ -36,6 +35,8 @@ SELECT {grp}, {name},
   FROM batch WHERE {where} ORDER BY message_topic, message_part, message_offset
     ON CONFLICT (grp, name, message_id) DO NOTHING"""
 _MARGIN: Final = 5.0
+_LONGEST: Final = 100 * 365 * 86_400.0
+"""A hundred years. Python has no times after the year 9999, and could not read a row with one."""
 
 
 class Refused(ConsumerError):
@@ -64,6 +65,7 @@ class Call:
 
     key       the Idempotency-Key: the same in every attempt. That of a cancellation ends with ``:cancel``.
     call_key  the key of the call itself; for ``ask`` and ``cancel``.
+    request   numbers with a fraction are floats, or Decimals where a float would be rounded, so never another amount.
     attempt   from 1, over all attempts.
     """
 
@@ -119,7 +121,8 @@ class External:
     timeout         of a call, in seconds; passed to the functions.
     max_attempts    after this many the call is stuck and waits for an operator.
     first_wait, longest_wait    seconds between attempts: doubled each time, with jitter.
-    key_seconds     how long the provider remembers a key. After that a call that may have been done is not repeated.
+    key_seconds     how long the provider remembers a key, at most 100 years: for one that never forgets. After that a
+                    call that may have been done is not repeated.
     lease           seconds after which an attempt counts as lost; longer than a call can take. None: from ``timeout``.
     key_suffix      is appended to the keys, for a second effect of the same messages at the same provider.
     schema          of the consumers' tables.
@@ -156,10 +159,12 @@ class External:
             if not getattr(self, name).strip():
                 raise JobError(f"{name}: must be an SQL expression over batch")
         for name in ("timeout", "first_wait", "longest_wait", "key_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise JobError(f"{name}: must be a number of seconds above 0")
+            if not 0 < getattr(self, name) <= _LONGEST:
+                raise JobError(f"{name}: must be a number of seconds above 0, at most {_LONGEST:.0f} (100 years)")
         if self.workers < 1 or self.max_attempts < 1:
             raise JobError("workers and max_attempts: must be at least 1")
+        if self.lease is not None and self.lease > _LONGEST:
+            raise JobError(f"lease: must be at most {_LONGEST:.0f} seconds (100 years)")
         if self.lease is not None and not self.lease > self.timeout:
             raise JobError("lease: must be longer than timeout, or calls would be repeated while they are under way")
 

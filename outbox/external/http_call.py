@@ -31,6 +31,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 from outbox.consumer.errors import JobError, shown
+from outbox.external import exact_json
 from outbox.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 
 _UNKNOWN: Final = frozenset({301, 302, 303, 408, 409})
@@ -44,7 +45,8 @@ class HttpCall:
     """One request to a provider.
 
     url          http or https, or a function of the Call that returns it.
-    body         a function of the Call that returns what to send as JSON. Default: the request. None: no body.
+    body         a function of the Call that returns what to send as JSON, Decimals as numbers. Default: the request.
+                 None: no body.
     headers      a mapping, or a function that returns it, for secrets that should not be in the declaration.
     method       of the request.
     key_header   the header with ``call.key``.
@@ -81,7 +83,7 @@ class HttpCall:
     def _request(self, call: Call) -> tuple[int, Any, float | None]:
         try:
             target = _target(self.url) if isinstance(self.url, str) else _allowed(self.url(call), self.hosts)
-            content = None if self.body is None else json.dumps(self.body(call)).encode()
+            content = None if self.body is None else exact_json.dumps(self.body(call)).encode()
             given = self.headers if isinstance(self.headers, Mapping) else self.headers()
         except Exception as error:
             raise TryLater(f"nothing was sent, the request can't be made: {shown(error)}") from error
@@ -266,7 +268,7 @@ def _ended_at(sock: socket.socket, deadline: float) -> Iterator[threading.Event]
 
 
 def _failure(status: int, body: Any, retry_after: float | None) -> Refused | TryLater | OutcomeUnknown:
-    text = f"HTTP {status}: {json.dumps(body, ensure_ascii=False)[:500]}"
+    text = f"HTTP {status}: {json.dumps(body, ensure_ascii=False, default=str)[:500]}"
     if status >= 500 or status in _UNKNOWN:
         return OutcomeUnknown(text, retry_after)
     if status < 400 or status in _NOTHING_HAPPENED:
@@ -278,7 +280,7 @@ def _json(read: bytes) -> Any:
     if not read:
         return None
     try:
-        return json.loads(read)
+        return exact_json.loads(read)
     except ValueError:
         return {"text": read.decode("utf-8", "replace")}
 

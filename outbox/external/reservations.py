@@ -17,7 +17,7 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
-from psycopg.types.json import Jsonb
+from psycopg.types.json import Jsonb, set_json_loads
 
 from outbox._clients import blocks
 from outbox._clients.durable import SYNCHRONOUS
@@ -27,6 +27,7 @@ from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, Interrupted, sh
 from outbox.consumer.postgres_errors import AWAY, spoilt
 from outbox.consumer.statements import IMMEDIATE, note, statement
 from outbox.errors import NotFound
+from outbox.external import exact_json
 from outbox.external.declaration import External, Settled
 from outbox.external.state_machine import (
     Answer,
@@ -218,7 +219,7 @@ class Reservations:
         claims: list[ClaimedCall] = []
         stuck = 0
         self.more_due = False
-        with pinned_transaction(connection), connection.cursor(row_factory=dict_row) as cursor:
+        with pinned_transaction(connection), _reading(connection) as cursor:
             rows = self._run(cursor, _DUE, most=most, window=_WINDOW, lease=lease, clock=clock).fetchall()
             for row in rows:
                 state = _state_of(row)
@@ -293,7 +294,7 @@ class Reservations:
             "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
         )
         try:
-            with pinned_transaction(connection) as path, connection.cursor(row_factory=dict_row) as cursor:
+            with pinned_transaction(connection) as path, _reading(connection) as cursor:
                 row = self._run(cursor, _NOW, message_id=message_id).fetchone()
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
                     raise NotFound(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
@@ -327,7 +328,7 @@ class Reservations:
         chance: float,
         failed: str | None = None,
     ) -> Transition | None:
-        with connection.cursor(row_factory=dict_row) as cursor:
+        with _reading(connection) as cursor:
             row = self._run(cursor, _NOW, message_id=claim.message_id).fetchone()
             if row is None:
                 return None
@@ -375,7 +376,8 @@ class Reservations:
                 if callable(effect):
                     effect(cursor, Settled(claim.message_id, claim.request, response))
                 else:
-                    values = {"request": Jsonb(claim.request), "response": Jsonb(response)}
+                    given = {"request": claim.request, "response": response}
+                    values = {name: Jsonb(value, dumps=exact_json.dumps) for name, value in given.items()}
                     cursor.execute(effect.encode(), {"message_id": claim.message_id, **values})
             failed = spoilt(connection)
             if failed is None:
@@ -464,6 +466,13 @@ def _values(chosen: Chosen) -> dict[str, object]:
     return {"grp": chosen.group, "name": chosen.name, "ids": ids}
 
 
+def _reading(connection: psycopg.Connection[Any]) -> psycopg.Cursor[dict[str, Any]]:
+    """Return a cursor for reservations: it rounds no number of a request or response."""
+    cursor = connection.cursor(row_factory=dict_row)
+    set_json_loads(exact_json.loads, cursor)
+    return cursor
+
+
 def _state_of(row: Mapping[str, Any]) -> ReservationState:
     return ReservationState(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
 
@@ -481,7 +490,7 @@ def _storable(text: str | None) -> str | None:
 def _json(value: object) -> Jsonb:
     """Return a response as jsonb. One that is not valid JSON is stored as text: the confirmation matters more."""
     try:
-        text = json.dumps(value, allow_nan=False, default=str, ensure_ascii=False)
+        text = exact_json.dumps(value, default=str, ensure_ascii=False)
         text.encode()
         if r"\u0000" in text:
             raise ValueError("jsonb holds no NUL")

@@ -35,6 +35,8 @@ Delivery = Literal["exactly-once", "at-most-once"]
 
 _SHORT_SECONDS: Final = 60.0
 """A member that has run for less was replaced too soon: the pause before the next one is longer."""
+_LONGEST_IDLE: Final = 2_147_483
+"""Postgres counts the milliseconds of a time limit in 32 bits."""
 
 
 class Consumer:
@@ -108,8 +110,8 @@ class Consumer:
             raise ConfigurationError(f"wait must be a first and a longest time in seconds, not {wait}")
         if key is not None and not dedup:
             raise ConfigurationError("key: recognizes nothing with dedup=False")
-        if idle_seconds < 0.001:
-            raise ConfigurationError(f"idle_seconds must be 0.001 or more, not {idle_seconds}")
+        if not 0.001 <= idle_seconds <= _LONGEST_IDLE:
+            raise ConfigurationError(f"idle_seconds must be from 0.001 to {_LONGEST_IDLE}, not {idle_seconds}")
         owner = f"inbox {connections.process_name()}"
         self._settings = Settings(
             connect=partial(connections.connect, database, f"outbox inbox {group}", pinned=False)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import external_support
@@ -18,7 +22,7 @@ from support import wait_until
 from outbox._clients import blocks
 from outbox.consumer.errors import ConsumerError, JobError
 from outbox.errors import NotFound, SchemaError
-from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater, reservations
+from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater, http_call, reservations
 from outbox.external.caller import Caller
 from outbox.external.reservations import Chosen, ReservationAdmin
 
@@ -409,6 +413,69 @@ def test_answers_that_are_odd(sink, provider):
     assert (stored["set"], stored["none"], stored["nul"]) == ("{1}", None, {"text": r"'a\x00b'"})
 
 
+@contextlib.contextmanager
+def echo() -> Iterator[tuple[str, list[bytes]]]:
+    """A provider that answers with the request's body. Yields its address and the bodies that it has received."""
+    bodies: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            bodies.append(body)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = in_thread(server.serve_forever)
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", bodies
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+@pytest.mark.parametrize(
+    "amount", ["1.000000000000000001", "12345678901234567.89", "-0.1", "1e400", "1e-300", "7" * 5000]
+)
+def test_no_number_is_rounded_on_its_way_to_the_provider_and_back(sink, amount):
+    effect = "INSERT INTO amounts VALUES ((%(request)s ->> 'a')::numeric, (%(response)s ->> 'a')::numeric)"
+    with sink.connect() as connection:
+        connection.execute("CREATE TABLE amounts (sent numeric, answered numeric)")
+    seen: list[Any] = []
+    with echo() as (url, bodies):
+        http = HttpCall(url)
+
+        def call(one: Any) -> Any:
+            seen.append(one.request["a"])
+            return http(one)
+
+        request = f"""jsonb_build_object('order', order_id) || '{{"a": {amount}}}'::jsonb"""
+        external = payments(url, call=call, request=request, on_confirmed=effect)
+        sink.reserve(external, ["o"])
+        assert sink.drain(external) == {"attempts": 1, "confirmed": 1}
+    [body] = bodies
+    sent = json.loads(body, parse_float=Decimal, parse_int=Decimal)["a"]
+    assert sent == Decimal(amount)
+    assert Decimal(repr(seen[0]) if isinstance(seen[0], float) else seen[0]) == Decimal(amount)
+    query = "SELECT sent = %s::numeric, answered = %s::numeric, (response ->> 'a')::numeric = %s::numeric"
+    query += " FROM amounts, consumer.reservations"
+    assert sink.rows(query, amount, amount, amount) == [(True, True, True)]
+
+
+def test_an_answer_with_a_number_that_postgres_lacks_is_stored_all_the_same(sink):
+    answers = {"huge": "1e200000", "tiny": "1e-200000", "beyond": "1e9999999999999999999", "nan": "NaN"}
+    external = payments(
+        "http://localhost", call=lambda one: http_call._json(b'{"a": %s}' % answers[one.request["order"]].encode())
+    )
+    sink.reserve(external, list(answers))
+    assert sink.drain(external) == {"attempts": 4, "confirmed": 4}
+
+
 def test_an_ask_that_gives_something_else_is_not_taken_for_an_answer(sink, provider):
     asked: list[Any] = [True, None]
     external = payments(provider.url, ask=lambda call: asked.pop(0))
@@ -428,8 +495,12 @@ def test_declarations_that_cannot_work_are_refused():
         ("where", ""),
         ("timeout", 0),
         ("longest_wait", float("inf")),
+        ("key_seconds", float("inf")),
+        ("key_seconds", 1e12),
         ("workers", 0),
         ("lease", 5.0),
+        ("lease", float("inf")),
+        ("lease", 1e12),
     ):
         with pytest.raises(JobError, match=name):
             External(**good | {name: value})

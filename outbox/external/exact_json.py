@@ -1,0 +1,69 @@
+"""JSON whose numbers are not rounded: requests and responses of calls are amounts of money.
+
+A number with a fraction is a float if that has exactly its value, as 12.34 has by its shortest digits, else a Decimal.
+So ``json.dumps`` of code that does not expect one fails, instead of writing another amount.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import uuid
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+_MOST_ZEROS = 400
+"""How many an exponent may stand for: jsonb spells numbers out, and 1e100000 would get long."""
+
+
+def loads(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError."""
+    return json.loads(text, parse_float=_fraction, parse_int=_whole)
+
+
+def dumps(value: object, default: Callable[[object], object] | None = None, *, ensure_ascii: bool = True) -> str:
+    """Return a value as JSON, with Decimals as numbers. Raises TypeError or ValueError for what JSON can't represent.
+
+    default  as that of ``json.dumps``; also gets the Decimals that jsonb would refuse or write very long.
+    """
+    numbers: list[str] = []
+    mark = uuid.uuid4().hex
+
+    def encode(one: object) -> object:
+        if isinstance(one, Decimal) and _fits(one):
+            numbers.append(str(one))
+            return f"{mark}{len(numbers) - 1}"
+        if default is None:
+            raise TypeError(f"Object of type {type(one).__name__} is not JSON serializable")
+        return default(one)
+
+    text = json.dumps(value, default=encode, allow_nan=False, ensure_ascii=ensure_ascii)
+    return re.sub(f'"{mark}([0-9]+)"', lambda found: numbers[int(found[1])], text) if numbers else text
+
+
+def _fraction(text: str) -> float | Decimal:
+    number = float(text)
+    try:
+        exact = Decimal(text)
+    except ArithmeticError:
+        # An exponent of more than 18 digits.
+        return number
+    # repr() of an infinity is a Decimal, too.
+    return number if exact == Decimal(repr(number)) else exact
+
+
+def _whole(text: str) -> int | Decimal:
+    # Python refuses to convert longer ones to int.
+    limit = sys.get_int_max_str_digits()
+    return Decimal(text) if limit and len(text) > limit else int(text)
+
+
+def _fits(number: Decimal) -> bool:
+    """Return whether it is a number of jsonb, and not one whose exponent stands for many zeros."""
+    exponent = number.as_tuple().exponent
+    # Of an infinity or NaN, this is a letter.
+    return (
+        isinstance(exponent, int) and -16_383 <= exponent <= _MOST_ZEROS and -_MOST_ZEROS <= number.adjusted() < 131_072
+    )
