@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from outbox.errors import ConfigurationError
@@ -109,6 +109,70 @@ def is_fatal(error: KafkaError) -> bool:
 
     # A documented name, in spite of the underscore.
     return error.fatal() or error.code() == Codes._FATAL  # noqa: SLF001
+
+
+def fatal_cause(error: KafkaError) -> KafkaError:
+    """Return the error that made a client unusable, with the same text; the given one if the text names none.
+
+    A consumer's message has the code _FATAL, and the cause in its text alone (rd_kafka_set_fatal_error0), in front:
+    "Fatal error: Broker: Group authorization failed: ConsumerGroupHeartbeat fatal error: …".
+    """
+    from confluent_kafka import KafkaError as Codes
+
+    if error.code() != Codes._FATAL:  # noqa: SLF001
+        return error
+    codes = {code for name in dir(Codes) if name.isupper() and isinstance(code := getattr(Codes, name), int)}
+    named = {f"Fatal error: {Codes(code).str()}: ": code for code in codes}
+    found = max((text for text in named if error.str().startswith(text)), key=len, default=None)
+    return error if found is None else Codes(named[found], error.str(), fatal=True)
+
+
+def is_fenced(error: KafkaError) -> bool:
+    """Return whether another member has the ``group.instance.id``: a new client can join, perhaps after a while."""
+    from confluent_kafka import KafkaError as Codes
+
+    return fatal_cause(error).code() in {Codes.FENCED_INSTANCE_ID, Codes.UNRELEASED_INSTANCE_ID}
+
+
+REFUSED_SECONDS: Final = 300.0
+"""How long Kafka may refuse the credentials, which may be changing at the moment."""
+# librdkafka reports the same failure of a broker's connections every 30 s. What is further apart is another refusal.
+_APART_SECONDS: Final = 120.0
+
+
+class LastingRefusal:
+    """A refusal of a client's credentials, which is believed once it has lasted for ``seconds``.
+
+    librdkafka reports as _AUTHENTICATION also what passes: a broker that ends before it has answered the handshake, and
+    a token that could not be renewed, while the last one is still good. A password may be changing.
+
+    believed  the error, once it was heard for so long and nothing worked meanwhile.
+    """
+
+    def __init__(self, seconds: float = REFUSED_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self.believed: KafkaError | None = None
+        self._seconds = seconds
+        self._clock = clock
+        self._first: float | None = None
+        self._last = 0.0
+
+    def hear(self, error: KafkaError) -> bool:
+        """Note an error of the client's ``error_cb`` or of a request; return whether it is such a refusal."""
+        from confluent_kafka import KafkaError as Codes
+
+        if error.code() not in {Codes._AUTHENTICATION, Codes.SASL_AUTHENTICATION_FAILED}:  # noqa: SLF001
+            return False
+        now = self._clock()
+        if self._first is None or now - self._last > _APART_SECONDS:
+            self._first = now
+        self._last = now
+        if now - self._first >= self._seconds:
+            self.believed = error
+        return True
+
+    def forget(self) -> None:
+        """Note that something worked: a message came, or a request was answered."""
+        self._first = self.believed = None
 
 
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.

@@ -11,6 +11,7 @@ from confluent_kafka import KafkaError
 
 from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
+from outbox._clients.kafka_rules import fatal_cause
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.kafka_errors import of_kafka
@@ -90,6 +91,12 @@ def failure(error: KafkaError, about: str = "Kafka") -> KafkaFailed | None:
     """Return the error that ends the consumer; None for an error from which librdkafka recovers by itself."""
     found = of_kafka(error, about)
     return None if isinstance(found, ConsumerUnavailable) else KafkaFailed(str(found))
+
+
+def fatal_failure(error: KafkaError) -> KafkaFailed:
+    """Return the error that ends the consumer after a fatal one. A new client would be refused in the same way."""
+    look_at = "look at the group options, the brokers' version and the ACLs. Nothing was skipped"
+    return failure(fatal_cause(error)) or KafkaFailed(f"Kafka: {error.str()}; {look_at}")
 
 
 def lost(losses: Sequence[Loss], positions: Mapping[Partition, StoredOffset], group: str) -> PositionLost:

@@ -26,9 +26,13 @@ has stored for the group.
 | Postgres away, without disk, memory or      | nothing is applied; retried with backoff, and Kafka is still polled  |
 |   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
+| … or it refuses the credentials             | the same; KafkaFailed once that has lasted for REFUSED_SECONDS, and  |
+|                                             | no message came                                                      |
 | … until certificates are renewed            | a new member: librdkafka reads them when a client is made            |
-| another member has its `group.instance.id`, | librdkafka's client is of no more use: a new member, after a pause.  |
-|   or a broker says so once it has restarted | Two that keep the same id pause longer and longer                    |
+| another member has its `group.instance.id`, | librdkafka's client is of no more use: a new member, after a pause   |
+|   or a broker says so once it has restarted | of at most 5 s. A probe sees why, until Kafka assigns it something   |
+| librdkafka gives up for another reason, as  | KafkaFailed: a new client would be refused in the same way           |
+|   with `group.protocol=consumer` for rights |                                                                      |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
 | … and the old primary goes on, unnoticed    | each session is replaced after five minutes, and finds the new one   |
@@ -51,6 +55,7 @@ At-most-once, see ``_at_most_once``.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -64,7 +69,7 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import raising
 from outbox._clients.kafka import Certificates
-from outbox._clients.kafka_rules import is_fatal, is_refusal
+from outbox._clients.kafka_rules import LastingRefusal, is_fatal, is_fenced, is_refusal
 from outbox.consumer.delays import TopicDelays
 from outbox.consumer.kafka_admin import of_known_topics
 from outbox.consumer.messages import checked
@@ -95,6 +100,8 @@ _ALL_QUEUED_BYTES: Final = 128 << 20
 _READ_AGAIN: Final = 5
 _UPKEEP_SECONDS: Final = 1.0
 _HEARTBEAT_MS: Final = 3_000
+_SILENT_SECONDS: Final = 60.0
+"""A member that is told nothing has joined the group if it was not fenced for so long."""
 _CLAIM_ATTEMPTS: Final = 8
 """How often Kafka is asked for offsets at a claim, with backoff: a broker that has just started does not know all."""
 
@@ -129,6 +136,8 @@ class Member:
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
         # A broker that refuses the client sends no message: librdkafka would retry forever.
         self._refusal: KafkaFailed | None = None
+        self._refused = LastingRefusal()
+        self._joined_at = math.inf
         self._certificates = Certificates(options)
         self._fatal: KafkaError | None = None
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
@@ -136,6 +145,7 @@ class Member:
     def run(self) -> bool:
         """Consume until ``stopping``. Returns whether a new member must go on: this one's client is of no more use."""
         self._note_unassigned()
+        self._joined_at = time.monotonic() + _SILENT_SECONDS
         self._kafka.subscribe(
             list(self._settings.topics),
             on_assign=raising(self._assigned),
@@ -144,10 +154,14 @@ class Member:
         )
         while not self._stopping.is_set():
             self._fetch()
+            if (refused := self._refused.believed) is not None:
+                self._refusal = _kafka.failure(refused)
             if self._refusal is not None:
                 raise self._refusal
             if (failed := self._certificates.failed or self._fatal) is not None:
                 _logger.warning("kafka: a new client goes on: %s", failed.str())
+                self._watch.unassigned(self._settings.topics)
+                self._watch.not_joined(failed.str())
                 return True
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
@@ -193,6 +207,8 @@ class Member:
             # Its type says that its methods may return None; they don't for messages of a broker.
             received = cast("KafkaMessage", message)
             part = self._parts.get((received.topic(), received.partition()))
+            if error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  a documented name
+                self._refused.forget()
             if error is not None:
                 self._kafka_error(part, received, error)
             elif part is not None:
@@ -234,7 +250,11 @@ class Member:
             if part is not None:
                 part.cut_off = True
         elif is_fatal(error):
+            if not is_fenced(error):
+                raise _kafka.fatal_failure(error)
             self._fatal = error
+        elif self._passing(error):
+            return
         elif (failed := _kafka.failure(error, f"Kafka, {part.name}" if part is not None else "Kafka")) is not None:
             raise failed
         else:
@@ -243,15 +263,24 @@ class Member:
             self._watch.not_joined(error.str())
 
     def _noted(self, error: KafkaError) -> None:
-        if is_refusal(error):
+        if not self._passing(error) and is_refusal(error):
             self._refusal = _kafka.failure(error)
         self._certificates.hear(error)
+
+    def _passing(self, error: KafkaError) -> bool:
+        """Return whether an error refuses the credentials: that may pass, and is believed when it has lasted."""
+        if not self._refused.hear(error):
+            return False
+        _logger.warning("kafka: %s", error.str())
+        self._watch.not_joined(error.str())
+        return True
 
     def _assigned(self, kafka: Any, assigned: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         partitions = [(one.topic, one.partition) for one in assigned]
         claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] | None = None
         self._watch.assigned({*self._parts, *partitions})
+        self._refused.forget()
         for partition in partitions:
             self._watch.waits(partition, None)
         attempt = 0
@@ -400,6 +429,8 @@ class Member:
             self._check_topics()
         except (psycopg.Error, KafkaFailed) as error:
             self._applier.interrupted(error, "upkeep")
+        if self._silent and not self._parts and time.monotonic() >= self._joined_at:
+            self._watch.assigned(())
         self._show_positions()
 
     def _show_positions(self) -> None:

@@ -138,8 +138,8 @@ class Consumer:
     def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:
         """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
 
-        And one without a number if the group has not answered for so long which partitions it gets; except with
-        ``group.protocol=consumer``.
+        And one without a number if the group has not answered for so long which partitions it gets; with
+        ``group.protocol=consumer`` only once another member has had its ``group.instance.id``.
 
         For a readiness probe, from any thread: a consumer that runs and has none is ready. Each one says since when,
         and why.

@@ -15,7 +15,8 @@ import pytest
 from confluent_kafka import OFFSET_BEGINNING, OFFSET_END, Producer, TopicPartition
 from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka.admin import AdminClient
-from inbox_support import FAST, Running
+from inbox_member import FAST
+from inbox_support import Running
 from rows_and_roles import execute, login_role
 from spans import relay
 from support import drained, look_up, order, wait_until, write

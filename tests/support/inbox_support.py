@@ -17,7 +17,7 @@ from uuid import UUID
 import psutil
 import psycopg
 from confluent_kafka import Producer
-from inbox_member import FAST, apply
+from inbox_member import apply, with_fast
 from nursery import NURSERY
 from psycopg.rows import dict_row
 from support import look_up, wait_until
@@ -117,7 +117,7 @@ class Log:
 
     def consumer(self, **options: Any) -> Consumer:
         given = {"wait": (0.01, 0.1), "kafka": {}, "database": self.database.url, **options}
-        kafka = {"bootstrap.servers": self.servers, **FAST, **given.pop("kafka")}
+        kafka = {"bootstrap.servers": self.servers, **with_fast(given.pop("kafka"))}
         return Consumer(given.pop("database"), [self.topic], group=self.group, kafka=kafka, **given)
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 from chaos.history import partition_of
-from inbox_support import FAST as INBOX
+from inbox_member import FAST as INBOX
 from inbox_support import Running
 from restored import KEPT
 from rows_and_roles import execute

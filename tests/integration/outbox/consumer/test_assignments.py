@@ -96,3 +96,26 @@ def test_another_strategy_than_the_group_has_is_refused(outbox_postgres, outbox_
             error = other.error()
     assert isinstance(error, KafkaFailed)
     assert "partition.assignment.strategy" in str(error)
+
+
+def test_an_assignor_that_the_brokers_do_not_have_is_refused(outbox_postgres, outbox_kafka):
+    """With this protocol librdkafka's client is of no more use, and a new one is refused as well."""
+    log = Log(outbox_postgres, outbox_kafka)
+    with log.consuming(kafka={"group.protocol": "consumer", "group.remote.assignor": "nope"}) as member:
+        error = member.error()
+    assert isinstance(error, KafkaFailed)
+    assert "assignor" in str(error)
+
+
+def test_a_name_that_another_member_has_is_waited_for(outbox_postgres, outbox_kafka):
+    """Until the brokers have noticed that the other one is gone. A probe sees why."""
+    log = Log(outbox_postgres, outbox_kafka)
+    static = {"group.protocol": "consumer", "group.instance.id": "the-same"}
+    with log.consuming(kafka=static) as first:
+        first.wait(lambda: log.positions() == {0: 0}, "its claim")
+        with log.consuming(kafka=static) as second:
+            second.wait(lambda: "instance ID" in " ".join(one.why for one in second.stalled()), "why it waits")
+            first.end()
+            log.produce(["k"])
+            second.wait(lambda: log.count() == 1, "the effect")
+            assert second.stalled() == []
