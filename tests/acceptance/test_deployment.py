@@ -139,7 +139,7 @@ def test_the_consumer_is_that_of_the_manifests():
 
 
 def test_the_relay_may_take_as_long_to_end_as_it_gives_itself():
-    """And 10 seconds behind OUTBOX_RELAY__SHUTDOWN_SECONDS it shows where a thread hangs. In a pod: test_kubernetes.py."""
+    """10 seconds behind OUTBOX_RELAY__SHUTDOWN_SECONDS it shows where a thread hangs. In a pod: test_kubernetes.py."""
     own = SERVICES["relay"]["environment"]
     given = own.get("OUTBOX_RELAY__SHUTDOWN_SECONDS", RelaySettings.model_fields["shutdown_seconds"].default)
     assert int(SERVICES["relay"]["stop_grace_period"].removesuffix("s")) > float(given) + 10
