@@ -27,6 +27,8 @@ from outbox.inbox._once import check_name
 from outbox.stopping import Stopping
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from prometheus_client.core import HistogramMetricFamily
 
 OnFailure = Literal["stop", "dead-letter"]
@@ -155,11 +157,16 @@ class Consumer:
         yield from ApplyDelays(self).collect()
 
     def stop(self) -> None:
-        """End ``run`` after its current transaction; if it does not run, the next one at once. For any thread."""
+        """End ``run`` after its current transaction; if it does not run, the next one at once. For any thread.
+
+        A ``run`` that raises has not obeyed: the next one ends at once.
+        """
         self._stopping.set()
 
     def run(self, handler: Handler) -> None:
         """Consume until ``stop``, or in the main thread until SIGTERM or SIGINT.
+
+        The service's own handler of such a signal is called too; what it raises is raised at the end of ``run``.
 
         handler   is called for each message that was not applied before, with the connection of its transaction. It
                   must not commit. ``Reject`` says that a retry won't help; any other exception is followed by one.
@@ -183,22 +190,36 @@ class Consumer:
                         self._stopping.wait(jittered(doubled(quick, *AWAY)))
             finally:
                 self._watch.assigned(())
-                self._stopping.clear()
+            # Not behind an error: who runs it again then has not seen that it was to stop.
+            self._stopping.clear()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {
-            number: signal.signal(number, lambda *_: self._stopping.set()) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        raised: list[BaseException] = []
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._stopping.set()
+            former = before[signal.Signals(number)]
+            if callable(former) and former is not signal.default_int_handler:
+                try:
+                    former(number, frame)
+                except BaseException as error:  # noqa: BLE001  as of sys.exit: here it would interrupt a transaction
+                    raised.append(error)
+
+        for each in before:
+            signal.signal(each, on_signal)
         try:
             yield
         finally:
-            for number, old in before.items():
+            for each, old in before.items():
                 # None: it was not set by Python.
-                signal.signal(number, signal.SIG_DFL if old is None else old)
+                signal.signal(each, signal.SIG_DFL if old is None else old)
+            if raised:
+                raise raised[0]
 
 
 class ApplyDelays:

@@ -126,9 +126,10 @@ def _run(
         show(text, figures)
 
     with ExitStack() as started:
+        # Also while Spark starts: Linux drops a signal without a handler for the first process of a container.
+        obey()
         # A run that finds nothing to do needs no Spark. Under spark-submit it does: YARN fails a driver without one.
         spark = start if once and not session.submitted() else start()
-        obey()
         delays = metrics.delays if metrics is not None else None
         with Runner(spark, job, options, report, health.succeeded, health.behind, delays) as runner:
             return runner.once(stop) if once else runner.continuous(stop)

@@ -16,7 +16,7 @@
 | each time                          | /readyz, status and an alert show as standing; the other partitions continue    |
 | Kafka refuses the credentials      | retried for some minutes, then the job ends                                     |
 | another session locks the sink     | waited for, and reported with that session                                      |
-| SIGTERM                            | the running round ends, then the loop                                           |
+| SIGTERM                            | the running round ends, then the loop; while Spark starts: no round begins      |
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from containers import Container
 from manifests import MIGRATE, PODS, containers
 from support import look_up, wait_until
 
+from outbox._app.settings import RelaySettings
 from outbox.sandbox._ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,13 @@ def test_the_consumer_is_that_of_the_manifests():
     assert "//outbox_consumer:" in ours["OUTBOX_DATABASE_URL"]
     roles = {word for step in containers(PODS[MIGRATE]) for word in step["args"] if "=" in word}
     assert roles <= set(SERVICES["rights"]["command"])
+
+
+def test_the_relay_may_take_as_long_to_end_as_it_gives_itself():
+    """10 seconds behind OUTBOX_RELAY__SHUTDOWN_SECONDS it shows where a thread hangs. In a pod: test_kubernetes.py."""
+    own = SERVICES["relay"]["environment"]
+    given = own.get("OUTBOX_RELAY__SHUTDOWN_SECONDS", RelaySettings.model_fields["shutdown_seconds"].default)
+    assert int(SERVICES["relay"]["stop_grace_period"].removesuffix("s")) > float(given) + 10
 
 
 def test_what_containers_may_do():

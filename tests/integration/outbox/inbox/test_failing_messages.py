@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 import uuid
@@ -55,6 +56,70 @@ class Poison:
         with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
             admin.execute("SELECT pg_terminate_backend(%s)", (connection.info.backend_pid,))
         self.numbers.clear()
+
+
+@pytest.fixture
+def on_sigterm():
+    """Sets the handler of the service around the consumer."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield lambda handler: signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_stop_during_a_failure_ends_the_next_run(log):
+    """Else a service that runs it again after an error would never end."""
+    log.produce(keys(1))
+    calls = []
+
+    def handle(connection, message):
+        calls.append(message.offset())
+        consumer.stop()
+        raise ValueError("no such order")
+
+    consumer = log.consumer(attempts=1)
+    with pytest.raises(HandlerFailed):
+        consumer.run(handle)
+    consumer.run(handle)
+    assert calls == [0]
+    # That stop was for one run.
+    with pytest.raises(HandlerFailed):
+        consumer.run(handle)
+    assert calls == [0, 0]
+
+
+def test_the_handler_of_the_service_hears_a_signal_during_a_failure(log, on_sigterm):
+    log.produce(keys(1))
+    heard = []
+
+    def service(number, frame):
+        heard.append(number)
+
+    def handle(connection, message):
+        signal.raise_signal(signal.SIGTERM)
+        raise ValueError("no such order")
+
+    on_sigterm(service)
+    with pytest.raises(HandlerFailed):
+        log.consumer(attempts=1).run(handle)
+    assert heard == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is service
+
+
+def test_what_the_handler_of_the_service_raises_does_not_interrupt_a_transaction(log, on_sigterm):
+    log.produce(keys(3))
+
+    def service(number, frame):
+        raise SystemExit(143)
+
+    def handle(connection, message):
+        signal.raise_signal(signal.SIGTERM)
+        apply(connection, message)
+
+    on_sigterm(service)
+    with pytest.raises(SystemExit) as ended:
+        log.consumer().run(handle)
+    assert ended.value.code == 143
+    log.check()
 
 
 def test_a_failure_stops_the_consumer_before_the_message(log):
