@@ -17,7 +17,7 @@ import os
 
 import sqlalchemy as sa
 from celery import Celery
-from confluent_kafka import Consumer
+from confluent_kafka import Consumer, KafkaException
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -79,7 +79,12 @@ def start_tasks() -> None:
     kafka.subscribe([os.environ.get("ORDER_TOPIC", "order-events")])
     while True:
         message = kafka.poll(1.0)
-        if message is None or message.error():
+        if message is None:
+            continue
+        if error := message.error():
+            if error.fatal():  # this client never reads again
+                raise KafkaException(error)
+            print(f"Kafka: {error}")
             continue
         headers = dict(message.headers())
         if headers["ce_type"] == b"OrderPlaced":

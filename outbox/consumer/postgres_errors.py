@@ -11,7 +11,7 @@ import psycopg
 from psycopg import errors
 from psycopg.pq import TransactionStatus
 
-from outbox._clients.errors import first_line
+from outbox._clients.errors import causes, first_line
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Interrupted, shown
 from outbox.errors import SchemaError
@@ -65,10 +65,15 @@ class Strikes:
 
     def strike(self, error: BaseException | None) -> bool:
         """Count an interruption, unless the server lacks resources. Returns whether there were too many."""
-        if isinstance(error, psycopg.Error) and error.sqlstate in _EXHAUSTED:
+        if (found := caused_by(error)) is not None and found.sqlstate in _EXHAUSTED:
             return False
         self.count += 1
         return self.count > MOST_STRIKES
+
+
+def caused_by(error: BaseException | None) -> psycopg.Error | None:
+    """Return the error of Postgres that an error is, or was raised from: code of users wraps them. None for others."""
+    return next((found for found in causes(error) if isinstance(found, psycopg.Error)), None)
 
 
 def spoilt(connection: psycopg.Connection[Any]) -> str | None:

@@ -5,11 +5,14 @@
 | 2xx                                                 | done; the body is the response                                 |
 | 301, 302, 303, 408, 409, 5xx; none, an incomplete   | the outcome is unknown: repeated with the same key             |
 | one, a timeout                                      |                                                                |
-| 425, 429                                            | nothing happened: repeated later, after Retry-After            |
-| 401, 407, 1xx, every other 3xx                      | nothing happened: the settings are wrong; stuck in the end     |
+| 423, 425, 429                                       | nothing happened: repeated later, after Retry-After            |
+| 401, 403, 407, 428, 431, 1xx, every other 3xx       | nothing happened: the settings are wrong; stuck in the end     |
 | no connection, no TLS                               | nothing was sent: repeated later                               |
-| every other 4xx                                     | refused                                                        |
+| every other 4xx, and those of ``refusals``          | refused                                                        |
+| every other 4xx of an HttpAsk                       | refused is the GET, which says nothing about the call:         |
+|                                                     | asked again later; stuck in the end                            |
 
+403 is no refusal: gateways answer it for an expired key or a missing right, and would refuse every order meanwhile.
 Redirects are not followed: a redirected POST may be made twice. 303 leads to the result of one that was executed, and
 301 and 302 are used for that, too.
 """
@@ -35,7 +38,7 @@ from outbox.external import exact_json
 from outbox.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 
 _UNKNOWN: Final = frozenset({301, 302, 303, 408, 409})
-_NOTHING_HAPPENED: Final = frozenset({401, 407, 425, 429})
+_NOTHING_HAPPENED: Final = frozenset({401, 403, 407, 423, 425, 428, 429, 431})
 _LONGEST_BODY: Final = 1024 * 1024
 _PORTS: Final = {"https": 443, "http": 80}
 
@@ -54,6 +57,7 @@ class HttpCall:
     tls          for a custom certificate authority.
     hosts        with a function as ``url``: the hosts that it may lead to, with a port where only that one is meant. A
                  request to any other is not made: a message must not choose who gets the headers.
+    refusals     further 4xx that mean refused for good, as {403} if the provider answers so.
 
     The whole request takes ``call.timeout`` seconds at most, with connecting and TLS; the resolver of names has a
     time-out of its own. The response is stored as JSON, or as ``{"text": …}`` if it is not JSON; at most one mebibyte
@@ -68,17 +72,21 @@ class HttpCall:
     gone_is_done: bool = False
     tls: ssl.SSLContext | None = None
     hosts: Collection[str] = ()
+    refusals: Collection[int] = ()
 
     def __post_init__(self) -> None:
         _require_hosts(self.url, self.hosts)
         _require_verifying(self.tls)
+        if not set(self.refusals) <= set(range(400, 500)):
+            raise JobError("refusals: must be statuses from 400 to 499, as in {403}")
 
     def __call__(self, call: Call) -> Any:
         """Make the request. Returns the response; raises Refused, TryLater or OutcomeUnknown."""
         status, body, retry_after = self._request(call)
         if 200 <= status < 300 or (self.gone_is_done and status in {404, 410}):
             return body
-        raise _failure(status, body, retry_after)
+        failure = _failure(status, body, retry_after)
+        raise Refused(str(failure)) if status in self.refusals else failure
 
     def _request(self, call: Call) -> tuple[int, Any, float | None]:
         try:
@@ -129,6 +137,8 @@ class HttpCall:
 class HttpAsk:
     """An ``ask``: a GET that finds the outcome of a key. 404 and 410: nothing is there; other answers as for HttpCall.
 
+    But no answer is a refusal: what a 4xx refuses is the GET, and the call may have been done.
+
     found  decides by the response whether something is there; a search may answer 200 with an empty list.
     hosts  as for HttpCall.
     """
@@ -144,14 +154,15 @@ class HttpAsk:
         _require_verifying(self.tls)
 
     def __call__(self, call: Call) -> Done | None:
-        """Ask. Returns Done, or None for nothing; raises Refused, TryLater or OutcomeUnknown."""
+        """Ask. Returns Done, or None for nothing; raises TryLater or OutcomeUnknown."""
         request = HttpCall(self.url, None, self.headers, "GET", tls=self.tls, hosts=self.hosts)
         status, body, retry_after = request._request(call)  # noqa: SLF001  of this module
         if 200 <= status < 300:
             return Done(body) if self.found(body) else None
         if status in {404, 410}:
             return None
-        raise _failure(status, body, retry_after)
+        failure = _failure(status, body, retry_after)
+        raise TryLater(str(failure), retry_after) if isinstance(failure, Refused) else failure
 
 
 def _require_hosts(url: str | Callable[[Call], str], hosts: Collection[str]) -> None:

@@ -25,7 +25,7 @@ from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.losses import given_up
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY, Partition, RejectedRecord
-from outbox.consumer.postgres_errors import Strikes, spoilt
+from outbox.consumer.postgres_errors import Strikes, caused_by, spoilt
 from outbox.consumer.stalled import Watch
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._letters import BEHIND, Letters
@@ -92,7 +92,7 @@ class MessageFailed(Exception):
         if isinstance(error, Reject):
             return cls(message, "rejected", str(error))
         text = f"{type(error).__name__}: {error}"
-        found = cls(message, "failed", text, getattr(error, "sqlstate", None), again=True)
+        found = cls(message, "failed", text, getattr(caused_by(error), "sqlstate", None), again=True)
         found.__cause__ = error
         return found
 
@@ -231,7 +231,7 @@ class Applier:
         why = f"{doing}: {shown(error)}"
         _logger.warning("%s", why)
         self._watch.failed(partitions, why)
-        if isinstance(error, psycopg.Error):
+        if caused_by(error) is not None:
             # The session's server may not be the primary any more.
             self._session.close()
 

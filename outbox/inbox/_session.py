@@ -9,10 +9,10 @@ from typing import Any, Final
 import psycopg
 
 from outbox.consumer.connections import OwnSession
-from outbox.consumer.postgres_errors import clear_schema_errors
+from outbox.consumer.postgres_errors import caused_by, clear_schema_errors
 
-# Connections, serialization and deadlocks, a server that stops or starts, lacks resources, or is read-only.
-_PASSING: Final = ("08", "40", "53", "57P", "25006")
+# Connections, serialization and deadlocks, locks, a server that stops or starts, lacks resources, or is read-only.
+_PASSING: Final = ("08", "40", "53", "55P03", "57P", "25006")
 
 
 class Session(OwnSession):
@@ -26,8 +26,12 @@ class Session(OwnSession):
             yield connection
 
     def passes(self, error: BaseException | None) -> bool:
-        """Return whether an error is no message's fault: the session is gone, or its transaction was interrupted."""
-        if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_PASSING):
+        """Return whether an error is no message's fault: the session is gone, or its transaction was interrupted.
+
+        The handler may have wrapped the error of Postgres in one of its own.
+        """
+        found = caused_by(error)
+        if found is not None and (found.sqlstate or "").startswith(_PASSING):
             return True
         # Postgres ends a session whose handler takes too long: the next attempt may take as long.
-        return self.ended and not isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout)
+        return self.ended and not isinstance(found, psycopg.errors.IdleInTransactionSessionTimeout)

@@ -29,7 +29,7 @@ class Provider(ThreadingHTTPServer):
     """The server, from ``with`` on. ``url`` is where it is.
 
     ``tell(name, *orders)``: what happens to the next requests for an order (its name, or ``cancel NAME``), in turn;
-    after that all goes well.
+    after that all goes well. A lookup of a key is ``look KEY``, which only N and N:S concern.
 
     | order      | what the server does                                                                   |
     |------------|----------------------------------------------------------------------------------------|
@@ -149,8 +149,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         key = self.path.rpartition("/")[2]
         self.server.note("GET", self.path, self.headers.get("Idempotency-Key", ""), "")
+        order = self.server.next_order(f"look {key}")
+        if order != "ok":
+            return self._obey(order, False, key, "", None)
         found = self.server.look(key)
-        self._say(200 if found else 404, found)
+        return self._say(200 if found else 404, found)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 import psycopg
-import sqlalchemy as sa
 from confluent_kafka import KafkaError, KafkaException
 from psycopg import errors
 
 from outbox._clients.checks import Check, Finding, Level, failure, warning
-from outbox._clients.errors import first_line
+from outbox._clients.errors import causes, first_line
 from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
 from relay.kafka.client import text_of
@@ -59,9 +58,5 @@ def _findings(check: Check) -> Iterator[Finding]:
 
 def _denied(error: BaseException | None) -> str | None:
     """Return what Postgres denied, if a missing right is the cause of an error."""
-    while error is not None:
-        found = error.orig if isinstance(error, sa.exc.DBAPIError) else error
-        if isinstance(found, errors.InsufficientPrivilege):
-            return first_line(found)
-        error = error.__cause__
-    return None
+    denied = (found for found in causes(error) if isinstance(found, errors.InsufficientPrivilege))
+    return next(map(first_line, denied), None)

@@ -291,6 +291,19 @@ def test_with_an_ask_the_provider_is_asked_before_a_call_is_repeated(sink, provi
     assert provider.standing() == Counter(["done", "not-done"])
 
 
+def test_a_lookup_that_is_refused_cancels_nothing(sink, provider):
+    """The charge was made and its answer lost, and these credentials may not look it up: only an operator can know."""
+    external = payments(provider.url, ask=True, cancel=True, max_attempts=4)
+    provider.tell("o", "done-drop")
+    (message_id,) = sink.reserve(external, ["o"])
+    provider.tell(f"look {message_id}", *["403"] * 3)
+    assert sink.drain(external) == {"attempts": 4, "retrying": 3, "stuck": 1}
+    assert sink.rows("SELECT state, unsure FROM consumer.reservations") == [("stuck", True)]
+    assert sink.orders() == {}
+    assert provider.standing() == Counter(["o"])
+    assert provider.requests(path="/cancel") == []
+
+
 def test_when_the_sql_fails_the_answer_is_kept_and_nothing_is_called_again(sink, provider):
     external = payments(
         provider.url, cancel=True, max_attempts=3, on_confirmed="INSERT INTO paid VALUES (%(response)s -> 'charge')"

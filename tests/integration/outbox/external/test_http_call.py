@@ -40,7 +40,7 @@ def call(order: str, timeout: float = 20.0) -> Call:
         ("404", Refused, "HTTP 404", None),
         ("401:3", TryLater, "HTTP 401", 3.0),
         ("429:7", TryLater, "HTTP 429", 7.0),
-        ("425", TryLater, "HTTP 425", None),
+        *((str(status), TryLater, f"HTTP {status}", None) for status in (403, 423, 425, 428, 431)),
         ("307", TryLater, "HTTP 307", None),
         *((str(status), OutcomeUnknown, f"HTTP {status}", None) for status in (301, 302, 303)),
         ("308", TryLater, "HTTP 308", None),
@@ -56,6 +56,26 @@ def test_what_an_answer_is_taken_for(provider, order, kind, text, retry_after):
         HttpCall(f"{provider.url}/charges")(call("o"))
     assert getattr(caught.value, "retry_after", None) == retry_after
     assert HttpCall(f"{provider.url}/charges")(call("o")) == {"charge": 1}
+
+
+def test_a_provider_can_mean_a_refusal_with_other_statuses(provider):
+    client = HttpCall(f"{provider.url}/charges", refusals={403, 409})
+    provider.tell("o", "403", "409", "402", "401")
+    for kind in (Refused, Refused, Refused, TryLater):
+        with pytest.raises(kind):
+            client(call("o"))
+    for wrong in ({200}, {500}, "403"):
+        with pytest.raises(JobError, match="refusals"):
+            HttpCall(provider.url, refusals=wrong)
+
+
+@pytest.mark.parametrize("status", [400, 402, 403, 405, 406, 414, 422, 451])
+def test_a_refused_lookup_says_nothing_about_the_call(provider, status):
+    provider.tell(f"look {call('o').key}", str(status))
+    ask = HttpAsk(lambda one: f"{provider.url}/charges/{one.call_key}", hosts=["127.0.0.1"])
+    with pytest.raises(TryLater, match=f"HTTP {status}"):
+        ask(call("o"))
+    assert ask(call("o")) is None
 
 
 @pytest.mark.parametrize("order", ["stall", "trickle"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy as sa
 from inbox_support import Log, apply
 
 from outbox.consumer.postgres_errors import MOST_STRIKES
@@ -109,7 +110,7 @@ def test_or_stops_the_consumer(log):
     log.check()
 
 
-def exhaust(log: Log, table: str, state: str, *, at: int = BAD, deferred: bool = False) -> str:
+def exhaust(log: Log, table: str, state: str, *, at: int = BAD, deferred: bool = False, times: int = TRIES) -> str:
     """Let a server be without resources for a while: more often than any message may be tried.
 
     Returns the query that says whether that is over.
@@ -122,11 +123,11 @@ def exhaust(log: Log, table: str, state: str, *, at: int = BAD, deferred: bool =
         connection.execute(
             f"CREATE SEQUENCE {name}; "
             f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            f"IF nextval('public.{name}') <= {TRIES} THEN RAISE {state}; END IF; RETURN NEW; END $$; "
+            f"IF nextval('public.{name}') <= {times} THEN RAISE {state}; END IF; RETURN NEW; END $$; "
             f"CREATE {kind.format(name, f'consumer.{table}' if table == 'dead_letters' else table)} "
             f"FOR EACH ROW WHEN {when} EXECUTE FUNCTION {name}()"
         )
-    return f"SELECT last_value > {TRIES} FROM {name}"
+    return f"SELECT last_value > {times} FROM {name}"
 
 
 def test_a_server_without_resources_is_no_messages_fault(log):
@@ -139,6 +140,32 @@ def test_a_server_without_resources_is_no_messages_fault(log):
         running.wait(lambda: log.count() == 2 * MESSAGES, "the effects")
     assert [log.run(query) for query in passed] == [[(True,)]] * len(passed)
     assert log.letters() == []
+    log.check()
+
+
+def by_a_repository(connection: Any, message: Any) -> None:
+    try:
+        apply(connection, message)
+    except psycopg.Error as error:
+        raise LookupError("the repository failed") from error
+
+
+def by_sqlalchemy(connection: Any, message: Any) -> None:
+    """As an engine over the given connection does, and without the cause."""
+    try:
+        apply(connection, message)
+    except psycopg.Error as error:
+        raise sa.exc.OperationalError("INSERT", {}, error) from None
+
+
+@pytest.mark.parametrize("handler", [apply, by_a_repository, by_sqlalchemy])
+def test_nor_are_errors_that_the_handler_wraps_or_locks(log, handler):
+    passed = exhaust(log, "effects", "disk_full")
+    locked = exhaust(log, "effects", "lock_not_available", at=BAD + 40, times=MOST_STRIKES)
+    with log.consuming(handler, on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: log.count() == 2 * MESSAGES or log.letters() != [], "the effects")
+    assert log.letters() == []
+    assert [log.run(query) for query in (passed, locked)] == [[(True,)]] * 2
     log.check()
 
 
