@@ -450,15 +450,14 @@ class Supervisor:
                 self._tick_while_stopping()
                 next_tick = time.monotonic() + self._until_tick()
             self._worker.join(0.01)
-        left = self._held.leases if self._worker.is_alive() else []
-        if not left:
+        if not (left := self._held.leases if self._worker.is_alive() else []):
             self._components.let_go_all()
         else:
             event = "a turn in flight was abandoned; its events stay in the outbox and will be sent again"
             if not self._components.sends_again:
                 event = "a turn in flight was abandoned; its events may be lost, as at-most-once allows"
             log.error(event, lanes=listed([lease.lane for lease in left]))
-        self._sign_off()
+        self._sign_off(abandoned=bool(left))
         log.info("relay stopped", published=self._worker.observer.count)
         return len(left)
 
@@ -475,21 +474,22 @@ class Supervisor:
             self._failures.failed(error, self._health.control_waits(error))
             self._disconnect_after(error)
 
-    def _sign_off(self) -> None:
+    def _sign_off(self, *, abandoned: bool) -> None:
+        """Let go. With a turn ``abandoned``, row and session stay until the process ends: to others it was killed."""
         try:
             if self._table is None:
                 self._table = self._connect()
-            let_go = self._held.take_let_go()
-            if not self._worker.is_alive():
-                # A worker that ended with an error has not let go of its lanes.
-                let_go += [LetGo(lease, clean=False) for lease in self._held.leases]
-            _give_back(self._table, let_go)
-            self._table.leave()
+            # A worker that ended with an error has not let go of its lanes.
+            left = [] if abandoned else [LetGo(lease, clean=False) for lease in self._held.leases]
+            _give_back(self._table, [*self._held.take_let_go(), *left])
+            if not abandoned:
+                self._table.leave()
         except (Unavailable, SchemaError) as error:
             # The leases expire by themselves.
             log.warning("could not release the lanes", error=str(error))
         finally:
-            self._disconnect()
+            if not abandoned:
+                self._disconnect()
 
 
 def _give_back(table: LaneTable, let_go: Sequence[LetGo]) -> list[int]:

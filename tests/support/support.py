@@ -372,6 +372,10 @@ class Crashes:
         at = time.time()
         self.noted.append(Crash(at, end_leases(self._url, instance)))
 
+    def note_only(self, lanes: Iterable[int]) -> None:
+        """Record a relay that is dead and held these lanes, and leave its leases as they are."""
+        self.noted.append(Crash(time.time(), frozenset(lanes)))
+
     def repeats(self, messages: Iterable[Any]) -> list[int]:
         """Return how many events each kill had sent again, by the times at which producers made the messages.
 
