@@ -17,7 +17,7 @@ import os
 
 import sqlalchemy as sa
 from celery import Celery
-from confluent_kafka import Consumer, KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -82,7 +82,7 @@ def start_tasks() -> None:
         if message is None:
             continue
         if error := message.error():
-            if error.fatal():  # this client never reads again
+            if error.code() == KafkaError._FATAL:  # noqa: SLF001  this client never reads again
                 raise KafkaException(error)
             print(f"Kafka: {error}")
             continue
