@@ -127,6 +127,8 @@ class ConnectionErrors:
 
         caused = {
             Codes._TRANSPORT,  # noqa: SLF001
+            # What a request to a broker that cannot be connected may end with, when its address is replaced.
+            Codes._DESTROY,  # noqa: SLF001
             Codes._ALL_BROKERS_DOWN,  # noqa: SLF001
             Codes._TIMED_OUT,  # noqa: SLF001
             Codes._TIMED_OUT_QUEUE,  # noqa: SLF001
