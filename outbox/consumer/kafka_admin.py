@@ -190,12 +190,17 @@ class KafkaAdmin:
         self._verified |= {partition: one for partition, one in new.items() if partition not in found}
         return [_regrown(at, cut, stored[at]) for at, cut in sorted(found.items())]
 
-    def describe(self, topics: Iterable[str], seconds: float) -> Mapping[str, Future[Any]]:
+    def describe(self, topics: Iterable[str], seconds: float | None = None) -> Mapping[str, Future[Any]]:
         """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
         asked: Mapping[str, Future[Any]] = self._admin.describe_topics(
-            TopicCollection(sorted(topics)), request_timeout=seconds
+            TopicCollection(sorted(topics)), request_timeout=self._seconds if seconds is None else seconds
         )
         return asked
+
+    def describe_group(self, group: str) -> Future[Any]:
+        """Ask for a group's state and its members with their partitions, and return at once."""
+        asked: Mapping[str, Future[Any]] = self._admin.describe_consumer_groups([group], request_timeout=self._seconds)
+        return asked[group]
 
     def _result(self, future: Future[Any]) -> Any:
         """Return a request's result. Raises NotAuthorized as soon as a broker refuses it, instead of waiting."""

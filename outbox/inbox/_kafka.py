@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -49,10 +48,13 @@ def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:
 
 
 class Admin:
-    """Asks the brokers, with the consumer's options. Raises KafkaFailed when they refuse, or do not answer in time."""
+    """Asks the brokers, with the consumer's options. Raises KafkaFailed when they refuse, or do not answer in time.
+
+    kafka  for requests that return at once.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._admin = KafkaAdmin(without_callbacks(options), seconds=_SECONDS)
+        self.kafka = KafkaAdmin(without_callbacks(options), seconds=_SECONDS)
 
     def look(
         self, topics: Iterable[str], optional: Callable[[Partition], bool] = ().__contains__
@@ -62,7 +64,7 @@ class Admin:
         optional  says which partitions are left out while they have no leader.
         """
         with _failing("asked for topics and offsets"):
-            return self._admin.look(sorted(topics), optional=optional)
+            return self.kafka.look(sorted(topics), optional=optional)
 
     def find_losses(self, positions: Mapping[Partition, StoredOffset]) -> list[Loss]:
         """Return what Kafka no longer has behind these positions. Other partitions need no leader."""
@@ -70,11 +72,7 @@ class Admin:
         if found := find_losses(positions, bounds, ids):
             return found
         with _failing("asked whether logs were cut"):
-            return self._admin.regrown(positions, bounds)
-
-    def describe(self, topics: Iterable[str]) -> Mapping[str, Future[Any]]:
-        """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
-        return self._admin.describe(topics, _SECONDS)
+            return self.kafka.regrown(positions, bounds)
 
 
 @contextmanager

@@ -31,6 +31,8 @@ has stored for the group.
 | … until certificates are renewed            | a new member: librdkafka reads them when a client is made            |
 | another member has its `group.instance.id`, | librdkafka's client is of no more use: a new member, after a pause   |
 |   or a broker says so once it has restarted | of at most 5 s. A probe sees why, until Kafka assigns it something   |
+| partitions are added while a member with    | the first of these members leaves the group, and joins it again: see |
+|   such a name is away that led the group    | ``consumer.static_groups``                                           |
 | librdkafka gives up for another reason, as  | KafkaFailed: a new client would be refused in the same way           |
 |   with `group.protocol=consumer` for rights |                                                                      |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
@@ -75,6 +77,7 @@ from outbox.consumer.kafka_admin import of_known_topics
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition, StoredOffset
 from outbox.consumer.stalled import Watch
+from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
 from outbox.inbox import _kafka
 from outbox.inbox._applier import AWAY, Applier, Handler, Settings
@@ -128,7 +131,8 @@ class Member:
         self._silent = str(protocol).lower() == "consumer"
         self._incremental = "cooperative" in str(strategy) or self._silent
         self._admin = _kafka.Admin(options)
-        self._topic_ids = TopicIds(self._admin.describe)
+        self._topic_ids = TopicIds(self._admin.kafka.describe)
+        self._static = StaticGroup(settings.group.name, options, self._admin.kafka)
         self._session = Session(settings.connect)
         self._applier = (AtMostOnceApplier if settings.at_most_once else Applier)(
             settings, self._session, handler, watch, delays, log_end=self._log_end, reclaim_seconds=reclaim_seconds
@@ -146,12 +150,7 @@ class Member:
         """Consume until ``stopping``. Returns whether a new member must go on: this one's client is of no more use."""
         self._note_unassigned()
         self._joined_at = time.monotonic() + _SILENT_SECONDS
-        self._kafka.subscribe(
-            list(self._settings.topics),
-            on_assign=raising(self._assigned),
-            on_revoke=raising(self._revoked),
-            on_lost=raising(self._revoked),
-        )
+        self._subscribe()
         while not self._stopping.is_set():
             self._fetch()
             if (refused := self._refused.believed) is not None:
@@ -176,6 +175,14 @@ class Member:
             with suppress(psycopg.Error), self._session.transaction() as connection:
                 self._group.end(connection, self._generation)
         return False
+
+    def _subscribe(self) -> None:
+        self._kafka.subscribe(
+            list(self._settings.topics),
+            on_assign=raising(self._assigned),
+            on_revoke=raising(self._revoked),
+            on_lost=raising(self._revoked),
+        )
 
     def _note_unassigned(self) -> None:
         if not self._parts and not self._silent:
@@ -429,6 +436,9 @@ class Member:
             self._check_topics()
         except (psycopg.Error, KafkaFailed) as error:
             self._applier.interrupted(error, "upkeep")
+        if self._static.needs_rebalance(self._settings.topics):
+            self._kafka.unsubscribe()
+            self._subscribe()
         if self._silent and not self._parts and time.monotonic() >= self._joined_at:
             self._watch.assigned(())
         self._show_positions()

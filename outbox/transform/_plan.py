@@ -6,7 +6,6 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 from confluent_kafka import TopicPartition
@@ -17,14 +16,13 @@ from outbox._clients.kafka import complete
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Partition
 from outbox.consumer.stalled import Watch
-from outbox.consumer.topic_ids import TopicIds
 from outbox.errors import ConfigurationError
 from outbox.transform.records import Transform
 
 MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
 _LONGEST_PAUSE: Final = 10.0
-_DESCRIBE_SECONDS: Final = 30.0
+_ADMIN_SECONDS: Final = 30.0
 # The most that librdkafka takes.
 _MESSAGE_MAX_BYTES: Final = 1_000_000_000
 # The promise depends on them, too.
@@ -101,9 +99,9 @@ def client_options(
     return {**completed, **reading}, {**tuned, **completed, **writing}
 
 
-def topic_ids(options: Mapping[str, Any]) -> TopicIds:
-    """Return what asks for topics' ids, with the consumer's options."""
-    return TopicIds(partial(KafkaAdmin(without_callbacks(options)).describe, seconds=_DESCRIBE_SECONDS))
+def admin(options: Mapping[str, Any]) -> KafkaAdmin:
+    """Return what asks for topics and the group, with the consumer's options."""
+    return KafkaAdmin(without_callbacks(options), seconds=_ADMIN_SECONDS)
 
 
 def pause(stop: threading.Event, failures: int) -> None:

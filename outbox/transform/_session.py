@@ -20,9 +20,11 @@ from outbox.consumer.errors import CorruptRecords
 from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
+from outbox.consumer.static_groups import StaticGroup
+from outbox.consumer.topic_ids import TopicIds
 from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
-from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, pause, topic_ids
+from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, admin, pause
 from outbox.transform._positions import (
     answered,
     beginning,
@@ -85,8 +87,10 @@ class Session:
     def __enter__(self) -> Self:
         try:
             self._producer, self._firsts = Producer(dict(self._plan.producer)), self._first_records()
-            self._consumer = Consumer({**self._plan.consumer, "error_cb": raising(self._certificates.hear)})
-            self._topic_ids = topic_ids(self._plan.consumer)
+            options = self._plan.consumer
+            self._consumer = Consumer({**options, "error_cb": raising(self._certificates.hear)})
+            kafka = admin(options)
+            self._topic_ids, self._static = TopicIds(kafka.describe), StaticGroup(self._plan.group, options, kafka)
         except KafkaException as error:
             raise ConfigurationError(f"kafka: {error.args[0].str()}") from error
         return self
@@ -99,6 +103,7 @@ class Session:
             self._consumer,
             self._producer,
             self._topic_ids,
+            self._static,
         )  # they end now, although callbacks and tracebacks may keep this session
 
     def _purge(self) -> None:
@@ -111,18 +116,24 @@ class Session:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""
         self._progress.watch.unassigned(self._plan.topics)
         self._until_known(lambda: self._producer.init_transactions(_SECONDS))
+        self._subscribe()
+        while not self._stop.is_set():
+            if self._static.needs_rebalance(self._plan.topics):
+                self._consumer.unsubscribe()
+                self._subscribe()
+            ids = self._topic_ids.look(topic for topic, _ in self._committed)
+            require_same_topics(ids, self._progress.topic_ids, self._plan.group)
+            self._read()
+            if self._messages or self._ends:
+                self._write()
+
+    def _subscribe(self) -> None:
         self._consumer.subscribe(
             list(self._plan.topics),
             on_assign=raising(self._assigned),
             on_revoke=raising(self._revoked),
             on_lost=raising(self._revoked),
         )
-        while not self._stop.is_set():
-            ids = self._topic_ids.look(topic for topic, _ in self._committed)
-            require_same_topics(ids, self._progress.topic_ids, self._plan.group)
-            self._read()
-            if self._messages or self._ends:
-                self._write()
 
     # Reading
 
