@@ -269,6 +269,8 @@ class _Checker:
     def look_for_missing(self) -> None:
         """Find the committed events that are on no topic and should be."""
         first_dead: dict[tuple[int, str], int] = {}
+        # Of those that were not published before they died.
+        first_unpublished: dict[tuple[int, str], int] = {}
         for event in self._dead:
             row = self._rows.get(event)
             if row is None:
@@ -277,6 +279,8 @@ class _Checker:
                 continue
             key = (row.kind, row.key)
             first_dead[key] = min(row.seq, first_dead.get(key, row.seq))
+            if not self._may_be_published(row):
+                first_unpublished[key] = min(row.seq, first_unpublished.get(key, row.seq))
             self._look_at_dead(row, "dead")
         for event in self._discarded:
             row = self._rows.get(event)
@@ -286,7 +290,7 @@ class _Checker:
             else:
                 self._look_at_dead(row, "discarded")
         for event, row in self._rows.items():
-            dead = first_dead.get((row.kind, row.key))
+            dead = first_unpublished.get((row.kind, row.key))
             if (
                 dead is not None
                 and dead < row.seq
@@ -296,7 +300,7 @@ class _Checker:
                 shown = f"number {row.seq} of {self._name(row)} is published, and number {dead} is dead"
                 self.verdict.found("reordered", shown)
             if event in self._waiting:
-                self._look_at_waiting(row, first_dead)
+                self._look_at_waiting(row, first_dead, unpublished=dead)
             elif (event, None) not in self._seen and event not in self._dead | self._discarded:
                 self._look_at_lost(row)
 
@@ -451,10 +455,14 @@ class _Checker:
         beside = self._losses is not None and self._history.kinds[row.kind].dead_letter_topic is not None
         if not (row.poisoned or beside):
             self.verdict.found("dead_letters", f"event {row.event} is {what}, and could have been published")
-        # At least once, a relay that died may have published it while the topic took it.
-        may_be_both = self._bound.faults and self._history.kinds[row.kind].mended
-        if (row.event, None) in self._seen and not may_be_both:
+        if (row.event, None) in self._seen and not self._may_be_published(row):
             self.verdict.found("dead_letters", f"event {row.event} is {what}, and published")
+
+    def _may_be_published(self, dead: Committed) -> bool:
+        """Return whether a dead event is on its topic, as it may be: at least once, a relay that died has published it
+        while the topic took it, and the events of its key behind it.
+        """
+        return bool((dead.event, None) in self._seen and self._bound.faults and self._history.kinds[dead.kind].mended)
 
     def _look_at_lost(self, row: Committed) -> None:
         self.verdict.lost += 1
@@ -465,11 +473,16 @@ class _Checker:
         else:
             self.verdict.found("lost", f"event {row.event} ({self._name(row)})", audit="missing")
 
-    def _look_at_waiting(self, row: Committed, first_dead: Mapping[tuple[int, str], int]) -> None:
+    def _look_at_waiting(
+        self, row: Committed, first_dead: Mapping[tuple[int, str], int], unpublished: int | None
+    ) -> None:
         behind = first_dead.get((row.kind, row.key))
-        if (row.event, None) in self._seen:
+        blocked = self._waits(self._history.kinds[row.kind]) and behind is not None and behind < row.seq
+        # Behind dead events that were published: see ``_may_be_published``.
+        again = blocked and (unpublished is None or row.seq < unpublished)
+        if (row.event, None) in self._seen and not again:
             self.verdict.found("stuck", f"event {row.event} is published, and still in the outbox")
-        elif self._waits(self._history.kinds[row.kind]) and behind is not None and behind < row.seq:
+        elif blocked:
             self.verdict.blocked += 1
         else:
             self.verdict.found("stuck", f"event {row.event} ({self._name(row)})")

@@ -266,6 +266,7 @@ RETRIED = history(
     messages(*SENT, STRICT1, STRICT2), kinds=MENDED, dead=[FAT.event], waiting=[], retried={STRICT1.event: 1}
 )
 REPLAYED = history([*messages(*SENT), replayed(A1, 20), replayed(A2, 21)], replays=[WHOLE_TOPIC])
+BEHIND = history(messages(*SENT, STRICT1, STRICT2), kinds=MENDED)
 
 SOUND: dict[str, tuple[History, RepeatBound]] = {
     "discarded, and its key goes on": (FREED, EXACTLY_ONCE),
@@ -285,6 +286,7 @@ SOUND: dict[str, tuple[History, RepeatBound]] = {
         history(messages(*SENT[:5], FAT, *SENT[5:]), kinds=MENDED),
         LENIENT,
     ),
+    "published before it died, with what waits behind it": (BEHIND, LENIENT),
     "replayed": (REPLAYED, EXACTLY_ONCE),
     "replayed twice": (
         history(
@@ -321,6 +323,13 @@ def test_what_operators_explain(case):
     sound, bound = SOUND[case]
     verdict = check(sound, bound)
     assert verdict.sound, verdict
+
+
+def test_published_and_still_there():
+    """At least once that is explained where the dead event before them was published as well."""
+    alone = history(messages(*SENT, STRICT2), kinds=MENDED)
+    assert names(check(alone, LENIENT)) == {"reordered", "stuck"}
+    assert names(check(BEHIND, EXACTLY_ONCE)) == {"dead_letters", "reordered", "stuck"}
 
 
 UNSOUND: dict[str, tuple[History, RepeatBound, str]] = {
