@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
+from typing import Final, overload
+
+from outbox.errors import ConfigurationError
+
+_FIRST: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+_END: Final = dt.datetime(9999, 1, 1, tzinfo=dt.UTC)
+"""Kafka and ids of version 7 count from 1970 on, and Python ends with 9999: commands add hours and days to times."""
 
 
 def age_text(seconds: float | None) -> str:
@@ -33,6 +40,15 @@ def time_text(time: dt.datetime | None) -> str:
     return "-" if time is None else f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
 
 
-def as_utc(time: dt.datetime | None) -> dt.datetime | None:
-    """Return a time that was given to a command; UTC unless it has a zone."""
-    return time.replace(tzinfo=dt.UTC) if time is not None and time.tzinfo is None else time
+@overload
+def as_utc(option: str, time: dt.datetime) -> dt.datetime: ...
+@overload
+def as_utc(option: str, time: dt.datetime | None) -> dt.datetime | None: ...
+def as_utc(option: str, time: dt.datetime | None) -> dt.datetime | None:
+    """Return a time that was given as a command's option; UTC unless it has a zone. Raises ConfigurationError."""
+    if time is None:
+        return None
+    known = time if time.tzinfo is not None else time.replace(tzinfo=dt.UTC)
+    if not _FIRST <= known < _END:
+        raise ConfigurationError(f"{option} {known}: must be a time of the years 1970 to 9998, in UTC")
+    return known

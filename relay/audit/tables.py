@@ -267,7 +267,7 @@ class Tables:
             "end_minute": minutes.stop,
         }
         self._minutes = minutes
-        first = minutes.start - order_minutes
+        first = max(minutes.start - order_minutes, 0)
         self._of_order: dict[str, Any] = {"low": first_id(first), "since": minute_start(first)}
 
     @contextmanager

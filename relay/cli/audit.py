@@ -56,7 +56,7 @@ def audit(
     from relay.audit.comparison import audit
 
     now = dt.datetime.now(dt.UTC)
-    begin, end = as_utc(since) or now - _HOUR, as_utc(until) or now
+    begin, end = as_utc("--since", since) or now - _HOUR, as_utc("--until", until) or now
     if begin >= end:
         raise ConfigurationError(f"--since {begin} is not before --until {end}")
     settings = load_with_sink(database_url, sink_url)

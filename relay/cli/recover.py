@@ -47,8 +47,7 @@ def recover(
     why = require_reason(reason, "what was restored, and to which point", needed=not dry_run)
     if topic and not resend:
         raise ConfigurationError("--topic limits --resend, which is not given")
-    start, end = as_utc(since), as_utc(until) or dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
-    assert start is not None
+    start, end = as_utc("--since", since), as_utc("--until", until) or dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
     settings = reconciler_settings(database_url)
     with closing(Recovery(settings)) as recovery:
         found = recovery.compare(start, end)

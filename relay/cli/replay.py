@@ -32,8 +32,8 @@ def replay(
     """Send archived events again: same event ids, marked by the header outbox-replay. Counts them and asks first."""
     kind, _, key = (aggregate or "").partition("/")
     chosen = {
-        "since": as_utc(since),
-        "until": as_utc(until),
+        "since": as_utc("--since", since),
+        "until": as_utc("--until", until),
         "type": kind or None,
         "key": key or None,
         "ids": [str(one) for one in event_id or ()] or None,

@@ -48,7 +48,8 @@ def trace(
     assert event_id is not None
     from relay.pipeline.trace import find_event
 
-    found = find_event(load_with_sink(database_url, sink_url), event_id, topic or [], seconds, as_utc(since))
+    begin = as_utc("--since", since)
+    found = find_event(load_with_sink(database_url, sink_url), event_id, topic or [], seconds, begin)
     if as_json:
         print_json(found.as_dict())
     else:

@@ -171,7 +171,7 @@ def settle(
 
 @app.command()
 def forget(
-    days: Annotated[int, typer.Option(min=0, help="Settled more than this many days ago.")],
+    days: Annotated[int, typer.Option(min=0, max=36_500, help="Settled more than this many days ago.")],
     database_url: SinkUrl = None,
     group: _Group = None,
     name: _Name = None,

@@ -21,6 +21,7 @@ from outbox._app.console import (
     table_console,
 )
 from outbox._app.settings import client_options, load
+from outbox._app.text import as_utc
 from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def _wanted(to: str) -> Wanted:
         raise ConfigurationError(
             f"--to {to}: must be earliest, latest, loss, or a time such as 2026-01-31T12:00:00Z"
         ) from None
-    return time if time.tzinfo is not None else time.replace(tzinfo=dt.UTC)
+    return as_utc("--to", time)
 
 
 @contextmanager

@@ -87,6 +87,18 @@ _LIVING: Final = """
           AND (gone.message_topic, gone.message_part, gone.message_offset)
             < (batch.message_topic, batch.message_part, batch.message_offset))"""
 _CHECK: Final = "SELECT {casts} FROM batch"
+# A row without a version is neither newer nor older: it would never be written, or never be replaced. Nor would one
+# whose version is greater than all that may follow.
+_VERSIONED: Final = """
+BEGIN
+    IF EXISTS (SELECT FROM (SELECT * FROM batch{messages}) AS rows WHERE {version} IS NULL{greatest}) THEN
+        RAISE EXCEPTION USING MESSAGE = {why};
+    END IF;
+END"""
+_GREATEST: Final = " OR {version}::text OPERATOR(pg_catalog.=) ANY ('{{NaN,Infinity,infinity}}')"
+_ENDLESS: Final = ("numeric", "real", "double precision", "date", "timestamp", "interval")
+MESSAGES: Final = " WHERE NOT message_tombstone"
+"""SQL: without tombstones, which have no payload to take a version from."""
 # The types in the form that casts need. Without the length of texts, because a cast silently truncates a longer text,
 # which an assignment refuses. A domain is replaced by its base type for the same reason. And the schema of the
 # operators by which Postgres itself sorts a type: the search path may have planted ones. Only types of extensions have
@@ -248,6 +260,7 @@ class Version(_Forgetting):
     def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
         """Leave in ``batch`` the newest message of each key, if it is newer than the table's row."""
         types, pairs, stored = self._resolved(cursor)
+        self._refuse_greatest(cursor, types[stored])
         # Cast to the table's types, so that 9 is less than 10 and the table's index is used.
         casts = {here: types[there].cast(here) for here, there in pairs.items()}
         version = types[stored].cast(self.version)
@@ -272,11 +285,17 @@ class Version(_Forgetting):
         )
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Raise the database's error if a key or version in ``batch`` does not fit the table's types."""
+        """Raise the database's error for a key or version in ``batch`` that does not fit the table's types."""
         types, pairs, stored = self._resolved(cursor)
         casts = [types[there].cast(here) for here, there in pairs.items()]
         casts.append(types[stored].cast(self.version))
         cursor.execute(sql.SQL(_CHECK).format(casts=sql.SQL(", ").join(casts)))
+        self._refuse_greatest(cursor, types[stored])
+
+    def _refuse_greatest(self, cursor: psycopg.Cursor[Any], kind: ColumnType) -> None:
+        """Raise the database's error for a version of NaN or infinity. One that is NULL has not come this far."""
+        if kind.endless:
+            cursor.execute(versioned(self.version, kind, sql.SQL(MESSAGES), "Version"))
 
     def _resolved(self, cursor: psycopg.Cursor[Any]) -> tuple[dict[str, ColumnType], dict[str, str], str]:
         """Return the table's types, the key's columns (batch → table), and its version column. Raises JobError."""
@@ -406,6 +425,11 @@ class ColumnType:
     name: str
     schema: str = "pg_catalog"
 
+    @property
+    def endless(self) -> bool:
+        """Return whether the type has NaN or infinity, which it sorts behind all other values."""
+        return self.name.startswith(_ENDLESS)
+
     def operator(self, name: LiteralString) -> sql.Composed:
         """Return the operator that compares two values of this type, whatever is in the search path."""
         return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self.schema), sql.SQL(name))
@@ -424,6 +448,25 @@ def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, ColumnTyp
     if not found:
         raise JobError(f"the sink has no table {table}; make it, or give the job's setup the SQL that does")
     return found
+
+
+def versioned(column: str, kind: ColumnType, messages: sql.Composable, by: str) -> sql.Composed:
+    """Return the statement that refuses rows of ``batch`` whose version is NULL, or the greatest of its type.
+
+    messages  the condition that excludes tombstones.
+    by        what compares versions, for the text of the error.
+    """
+    version, greatest = kind.cast(column), ""
+    why = f"column {column}, by which {by} recognizes newer rows, is NULL"
+    if kind.endless:
+        greatest, why = _GREATEST, f"{why}, NaN or infinity"
+    body = sql.SQL(_VERSIONED).format(
+        messages=messages,
+        version=version,
+        greatest=sql.SQL(greatest).format(version=version),
+        why=sql.Literal(why),
+    )
+    return sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))
 
 
 def refuse_cutting(table: str, name: str, kind: ColumnType) -> None:

@@ -9,10 +9,9 @@ from typing import Final
 from psycopg import sql
 
 from outbox.consumer.errors import JobError
-from spark_jobs.dedup.strategies import ColumnType, identifier, refuse_cutting
+from spark_jobs.dedup.strategies import MESSAGES, ColumnType, identifier, refuse_cutting, versioned
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
-_MESSAGES: Final = " WHERE NOT message_tombstone"
 _LATEST: Final = "message_topic DESC NULLS LAST, message_part DESC NULLS LAST, message_offset DESC NULLS LAST"
 # In the order of keys, so that two transactions never wait for each other in a circle. ON CONFLICT refuses a second row
 # of a key in the same statement, so only the latest row of each key is selected. Of two rows of one message, or of
@@ -48,13 +47,6 @@ DELETE FROM {table} AS stored USING {gone}
        SELECT FROM batch
         WHERE NOT batch.message_tombstone AND batch.{here}::{type} {equals} gone.outbox_batch_key
           AND (batch.message_topic, batch.message_part, batch.message_offset) > {then})"""
-# A row without a version is neither newer nor older: it would never be written, or never be replaced.
-_VERSIONED: Final = """
-BEGIN
-    IF EXISTS (SELECT FROM (SELECT * FROM batch{messages}) AS rows WHERE {version} IS NULL) THEN
-        RAISE EXCEPTION USING MESSAGE = {why};
-    END IF;
-END"""
 PLACED: Final = frozenset({"message_topic", "message_part", "message_offset", "message_tombstone"})
 """The columns of rows that are messages. A transform that shuffles need not keep them."""
 
@@ -103,8 +95,8 @@ class Upsert:
     table    of the sink, ``name`` or ``schema.name``; it needs a unique index on exactly the key's columns.
     key      the key's columns in the table.
     columns  see Columns; they must include the key's.
-    version  a column of the table: only a row with a higher version updates the existing one. A message without a
-             version is refused; a stored row without one is older than any.
+    version  a column of the table: only a row with a higher version updates the existing one. A message whose
+             version is NULL, NaN or infinity is refused; a stored row without one is older than any.
     keep     columns of the table that are set on insert and never updated, such as ``created_at``.
     deletes  a tombstone (a message without a payload) deletes the row whose key is the message's Kafka key. For keys
              of one column. By default tombstones are ignored.
@@ -168,7 +160,10 @@ class Upsert:
             conflict=_listed(self.key),
             action=action,
         )
-        return [*self._versioned(pairs, messages), *self._with_deletes(upsert, pairs, types)]
+        statements = self._with_deletes(upsert, pairs, types)
+        if self.version:
+            statements.insert(0, versioned(pairs[self.version], types[self.version], messages, "Upsert"))
+        return statements
 
     def _latest(
         self,
@@ -188,15 +183,6 @@ class Upsert:
         if self.deletes:
             messages = messages + sql.SQL(_NOT_ENDED).format(**self._compared(pairs, types))
         return sql.SQL(_RANKED).format(key=key, order=sql.SQL(", ").join(order), messages=messages)
-
-    def _versioned(self, pairs: Mapping[str, str], messages: sql.Composable) -> list[sql.Composed]:
-        """Return the statement that refuses rows without a version."""
-        if not self.version:
-            return []
-        here = pairs[self.version]
-        why = f"column {here}, by which Upsert recognizes newer rows, is NULL"
-        body = sql.SQL(_VERSIONED).format(messages=messages, version=sql.Identifier(here), why=sql.Literal(why))
-        return [sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))]
 
     def _with_deletes(
         self, upsert: sql.Composed, pairs: Mapping[str, str], types: Mapping[str, ColumnType]
@@ -229,7 +215,7 @@ class Upsert:
 
 def _messages(payload: Sequence[str], placed: bool) -> sql.SQL:
     """Return the condition that excludes tombstones, if the rows still have ``message_tombstone``."""
-    return sql.SQL(_MESSAGES if placed or "message_tombstone" in payload else "")
+    return sql.SQL(MESSAGES if placed or "message_tombstone" in payload else "")
 
 
 def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[str, ColumnType]) -> dict[str, str]:

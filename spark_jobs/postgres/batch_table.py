@@ -11,7 +11,8 @@ and one bad row costs one row.
 | parts fail together, but none by itself      | there is none: each message was applied once, in smaller batches     |
 | the effect raises Reject                     | Reject has its id                                                    |
 | an id is of a day that is forgotten          | by a query, after the ids were inserted                              |
-| any other error of the database              | not searched: the job ends (EffectFailed), or tries again            |
+| any other error of the database              | not searched: the job tries again if it may pass, also where a       |
+|                                              | function has wrapped it, or ends (EffectFailed)                      |
 
 At most ``max_dead`` + 1 rejected messages are named: with that many the job ends.
 """
@@ -28,7 +29,7 @@ from psycopg import sql
 
 from outbox.consumer.errors import shown
 from outbox.consumer.model import META_PLACE, MessageRef, RejectedRecord, refs_of
-from outbox.consumer.postgres_errors import by_data, passing
+from outbox.consumer.postgres_errors import by_data, caused_by, passing
 from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.errors import Reject, StagedRowsLost
@@ -270,6 +271,7 @@ class BatchTable:
             with self._cursor.connection.transaction():
                 self._effect(self._cursor, rows)
                 self._cursor.execute(IMMEDIATE)
+            return
         except Reject as reject:
             refs = dict.fromkeys(self._rejected(reject, rows))
             rejected = [RejectedRecord(place, "rejected", reject.why) for place in list(refs)[: self._max_dead + 1]]
@@ -279,7 +281,11 @@ class BatchTable:
         except psycopg.Error:
             raise
         except Exception as error:
-            raise EffectError(f"the effect raised {shown(error)}") from error
+            # Functions raise an error of Postgres as one of their own, and so do object-relational mappers.
+            found = caused_by(error)
+            if found is None or not passing(found):
+                raise EffectError(f"the effect raised {shown(error)}") from error
+        raise found
 
     @staticmethod
     def _rejected(reject: Reject, rows: pa.Table) -> list[MessageRef]:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 _BOOK = """
 CREATE TABLE IF NOT EXISTS requests (n INTEGER PRIMARY KEY, at REAL, method TEXT, path TEXT, key TEXT, name TEXT);
-CREATE TABLE IF NOT EXISTS effects (n INTEGER PRIMARY KEY, key TEXT UNIQUE, name TEXT, body TEXT);
+CREATE TABLE IF NOT EXISTS effects (n INTEGER PRIMARY KEY, key TEXT UNIQUE, name TEXT);
 CREATE TABLE IF NOT EXISTS cancelled (key TEXT PRIMARY KEY, name TEXT, times INTEGER DEFAULT 1);
 """
 
@@ -42,6 +42,7 @@ class Provider(ThreadingHTTPServer):
     | done-303   | does the effect and says 303; done-500: 500                                            |
     | done-half  | does the effect and sends half an answer                                               |
     | trickle    | does the effect and answers byte by byte, for ever                                     |
+    | echo       | answers with the request's own body                                                    |
     | N or N:S   | says the status N, with Retry-After: S                                                 |
     """
 
@@ -98,14 +99,12 @@ class Provider(ThreadingHTTPServer):
                 (time.monotonic(), method, path, key, name),
             )
 
-    def charge(self, key: str, name: str, body: Any) -> bool:
+    def charge(self, key: str, name: str) -> bool:
         """Do the effect unless the key has done it. False: the key was cancelled."""
         with self._book() as book:
             if book.execute("SELECT 1 FROM cancelled WHERE key = ?", (key,)).fetchone():
                 return False
-            book.execute(
-                "INSERT OR IGNORE INTO effects (key, name, body) VALUES (?, ?, ?)", (key, name, json.dumps(body))
-            )
+            book.execute("INSERT OR IGNORE INTO effects (key, name) VALUES (?, ?)", (key, name))
             return True
 
     def take_back(self, key: str, name: str) -> None:
@@ -156,7 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
         return self._say(200 if found else 404, found)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        # A number may have more digits than Python takes.
+        body = json.loads(content, parse_int=str)
         key, name = self.headers["Idempotency-Key"], body["order"]
         cancel = self.path == "/cancel"
         server = self.server
@@ -166,7 +167,10 @@ class _Handler(BaseHTTPRequestHandler):
             server.under_way += 1
             server.most_at_once = max(server.most_at_once, server.under_way)
         try:
-            self._obey(order, cancel, key, name, body)
+            if order == "echo":
+                self._send(200, content)
+            else:
+                self._obey(order, cancel, key, name, body)
         finally:
             with server._lock:
                 server.under_way -= 1
@@ -184,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
         if cancel:
             self.server.take_back(body["key"], name)
             answer = {"cancelled": body["key"]}
-        elif self.server.charge(key, name, body):
+        elif self.server.charge(key, name):
             answer = self.server.look(key)
         else:
             return self._say(410, {"error": "this key was cancelled"})
@@ -211,7 +215,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._say(200, answer)
 
     def _say(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-        content = json.dumps(body).encode()
+        self._send(status, json.dumps(body).encode(), headers)
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for header, value in ({"Content-Length": str(len(content))} | (headers or {})).items():
             self.send_header(header, value)

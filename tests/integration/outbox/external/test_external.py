@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from decimal import Decimal
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import external_support
@@ -19,10 +16,9 @@ import pytest
 from external_support import Sink, in_thread, lease_runs_out, outbox_cli, payments, provider, sink
 from support import wait_until
 
-from outbox._clients import blocks
-from outbox.consumer.errors import ConsumerError, JobError
+from outbox.consumer.errors import ConsumerError
 from outbox.errors import NotFound, SchemaError
-from outbox.external import Done, External, HttpCall, OutcomeUnknown, Refused, TryLater, http_call, reservations
+from outbox.external import HttpCall, OutcomeUnknown, Refused, TryLater, http_call, reservations
 from outbox.external.caller import Caller
 from outbox.external.reservations import Chosen, ReservationAdmin
 
@@ -211,29 +207,6 @@ def test_by_hand_cancel_and_settle(sink, provider, outbox_cli):
     assert "no reservations" in outbox_cli("external", "retry", maybe, status=1)
     assert outbox_cli("external", "forget", "--days", "0", "--json") == {"forgotten": 3}
     assert sink.states() == {}
-
-
-def test_what_is_settled_is_deleted_in_steps(sink, monkeypatch):
-    monkeypatch.setattr(blocks, "STEP", 1)
-    settled = """
-        INSERT INTO consumer.reservations
-               (grp, name, message_id, topic, part, message_offset, state, request, settled_at)
-        SELECT 'orders', 'payments', gen_random_uuid(), 'o', 0, n, 'confirmed', '{}', now() - interval '9 days'
-          FROM generate_series(1, 500) AS n"""
-    last = "SELECT FROM consumer.reservations ORDER BY ctid DESC LIMIT 1 FOR UPDATE"
-    with sink.connect() as other, sink.connect() as connection:
-        other.execute(settled)
-        connection.execute("SET lock_timeout = '100ms'")
-        with other.transaction():
-            other.execute(last)
-            with pytest.raises(psycopg.errors.LockNotAvailable):
-                ReservationAdmin(connection, "consumer").forget(Chosen(), 7)
-        (noted,) = sink.rows("SELECT sum((details ->> 'count')::integer) FROM consumer.audit")[0]
-        left = sink.rows("SELECT count(*) FROM consumer.reservations")[0][0]
-        assert 0 < left < 100
-        assert noted == 500 - left
-        assert ReservationAdmin(connection, "consumer").forget(Chosen(), 10) == 0
-        assert ReservationAdmin(connection, "consumer").forget(Chosen(), 7) == left
 
 
 def test_a_redirect_may_follow_the_effect_and_is_taken_back_by_a_cancel(sink, provider):
@@ -426,54 +399,25 @@ def test_answers_that_are_odd(sink, provider):
     assert (stored["set"], stored["none"], stored["nul"]) == ("{1}", None, {"text": r"'a\x00b'"})
 
 
-@contextlib.contextmanager
-def echo() -> Iterator[tuple[str, list[bytes]]]:
-    """A provider that answers with the request's body. Yields its address and the bodies that it has received."""
-    bodies: list[bytes] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            bodies.append(body)
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Silent."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = in_thread(server.serve_forever)
-        try:
-            yield f"http://127.0.0.1:{server.server_port}", bodies
-        finally:
-            server.shutdown()
-            thread.join(10)
-
-
 @pytest.mark.parametrize(
     "amount", ["1.000000000000000001", "12345678901234567.89", "-0.1", "1e400", "1e-300", "7" * 5000]
 )
-def test_no_number_is_rounded_on_its_way_to_the_provider_and_back(sink, amount):
+def test_no_number_is_rounded_on_its_way_to_the_provider_and_back(sink, provider, amount):
+    """It answers with the very bytes that it was sent."""
     effect = "INSERT INTO amounts VALUES ((%(request)s ->> 'a')::numeric, (%(response)s ->> 'a')::numeric)"
     with sink.connect() as connection:
         connection.execute("CREATE TABLE amounts (sent numeric, answered numeric)")
-    seen: list[Any] = []
-    with echo() as (url, bodies):
-        http = HttpCall(url)
+    provider.tell("o", "echo")
+    http, seen = HttpCall(f"{provider.url}/charges"), list[Any]()
 
-        def call(one: Any) -> Any:
-            seen.append(one.request["a"])
-            return http(one)
+    def call(one: Any) -> Any:
+        seen.append(one.request["a"])
+        return http(one)
 
-        request = f"""jsonb_build_object('order', order_id) || '{{"a": {amount}}}'::jsonb"""
-        external = payments(url, call=call, request=request, on_confirmed=effect)
-        sink.reserve(external, ["o"])
-        assert sink.drain(external) == {"attempts": 1, "confirmed": 1}
-    [body] = bodies
-    sent = json.loads(body, parse_float=Decimal, parse_int=Decimal)["a"]
-    assert sent == Decimal(amount)
+    request = f"""jsonb_build_object('order', order_id) || '{{"a": {amount}}}'::jsonb"""
+    external = payments(provider.url, call=call, request=request, on_confirmed=effect)
+    sink.reserve(external, ["o"])
+    assert sink.drain(external) == {"attempts": 1, "confirmed": 1}
     assert Decimal(repr(seen[0]) if isinstance(seen[0], float) else seen[0]) == Decimal(amount)
     query = "SELECT sent = %s::numeric, answered = %s::numeric, (response ->> 'a')::numeric = %s::numeric"
     query += " FROM amounts, consumer.reservations"
@@ -496,27 +440,6 @@ def test_an_ask_that_gives_something_else_is_not_taken_for_an_answer(sink, provi
     sink.reserve(external, ["o"])
     assert sink.drain(external) == {"attempts": 3, "retrying": 2, "confirmed": 1}
     assert len(provider.requests("o")) == 2
-
-
-def test_declarations_that_cannot_work_are_refused():
-    good: dict[str, Any] = {"name": "n", "group": "g", "request": "'{}'", "call": lambda call: Done()}
-    External(**good)
-    for name, value in (
-        ("name", "a b"),
-        ("group", ""),
-        ("request", " "),
-        ("where", ""),
-        ("timeout", 0),
-        ("longest_wait", float("inf")),
-        ("key_seconds", float("inf")),
-        ("key_seconds", 1e12),
-        ("workers", 0),
-        ("lease", 5.0),
-        ("lease", float("inf")),
-        ("lease", 1e12),
-    ):
-        with pytest.raises(JobError, match=name):
-            External(**good | {name: value})
 
 
 def test_tables_that_are_not_there_are_said_to_be_missing(outbox_postgres, provider):

@@ -43,6 +43,9 @@ def test_what_is_equal_what_is_under_way_and_what_a_group_lacks_or_has_too_much(
         for count in ("committed", "kafka"):
             assert sum(one[count] for one in found["windows"]) == EVENTS
         assert sum(one["groups"][pipeline.group]["applied"] for one in found["windows"]) == EVENTS
+    # Over all times that a command takes.
+    _, found = pipeline.audit("--since", "1970-01-01", "--until", "9998-12-31T23:59:59")
+    assert sum(one["kafka"] for one in found["windows"]) == EVENTS
     # What is equal is not compared one by one.
     with monkeypatch.context() as patched:
         patched.setattr(Topics, "events", None)

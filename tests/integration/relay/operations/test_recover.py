@@ -48,6 +48,9 @@ def test_each_table_is_compared(restored):
     assert (found["changed"], found["scheduled"], found["dead_letters"]) == ([changed], [later], [dead])
     assert restored.left() == 3
     assert restored.command("recover", "--since", restored.since).returncode == 2
+    of_all_times = ("--since", "1970-01-01", "--until", "9998-12-31T23:59:59")
+    whole = restored.command("recover", *of_all_times, "--dry-run", "--json", settings=ARCHIVE)
+    assert lost in ids(json.loads(whole.stdout)["lost"])
     restored.recover("--reason", "restored")
     assert restored.run("SELECT event_id::text FROM outbox.events ORDER BY id") == [(waiting,), (changed,)]
     assert restored.run("SELECT count(*) FROM outbox.scheduled") == [(1,)]

@@ -55,6 +55,7 @@ def test_a_replay_by_what_was_asked_for(lane, archive):
     for arguments, names in (
         (("--aggregate", "Order/a"), ["a1", "a2"]),
         (("--since", "2001-01-01", "--until", "2002-01-01T00:00:00"), []),
+        (("--since", "1970-01-01", "--until", "9998-12-31T23:59:59"), ["a1", "b1", "a2", "c1"]),
         (("--since", "2001-01-01", "--aggregate", "Order/b"), ["b1"]),
         (("--since", "2001-01-01T00:00:00+02:00", "--topic", "orders"), ["a1", "b1", "a2"]),
         (("--event-id", archive["a2"], "--event-id", archive["a1"]), ["a1", "a2"]),

@@ -109,6 +109,38 @@ def test_what_an_upsert_can_not_tell_the_newest_of_is_refused(sink):
         UPSERT.statements(["i", "l", "t"], types, placed=False)
 
 
+NAN, INFINITE = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "greatest", "older", "newer"),
+    [
+        ("numeric", "t", ["NaN", "Infinity"], "9", "10"),
+        ("numbered", "t", ["nan"], "9", "10"),
+        ("double precision", "f", [NAN, INFINITE], 9.0, 10.0),
+        ("real", "f", [NAN, INFINITE], -INFINITE, 10.0),
+        ("timestamptz(3)", "t", ["infinity"], "-infinity", "2026-02-01T00:00Z"),
+        ("date", "t", ["infinity"], "2026-01-31", "2026-02-01"),
+    ],
+)
+def test_a_version_that_nothing_is_newer_than_costs_its_message(sink, kind, column, greatest, older, newer):
+    """Otherwise its key would keep it for good, and drop what comes later."""
+    sink.run(f"CREATE DOMAIN numbered AS numeric; CREATE TABLE s (i int PRIMARY KEY, v {kind})")
+    upsert = Upsert("s", ["i"], {"i": "i", "v": column}, version="v")
+    by_hand = f"INSERT INTO s SELECT i, {column}::{kind} FROM batch ON CONFLICT (i) DO UPDATE SET v = excluded.v"
+    version = Version("s", ["i"], column, "v")
+    keys = [n % 100 for n in range(1000)]
+    for effect, strategy in ((upsert, Dedup()), (upsert, version), (by_hand, version)):
+        sink.run("TRUNCATE s")
+        bad = {"i": [*keys, *(7 for _ in greatest), *keys], column: [older] * 1000 + greatest + [older] * 1000}
+        found = [sink.next + 1000 + n for n in range(len(greatest))]
+        assert sink.apply(effect, bad, None, strategy=strategy) == ("rejected", found)
+        assert sink.apply(effect, {"i": keys, column: [older] * 1000}, None, strategy=strategy)[0] == "applied"
+        assert sink.apply(effect, {"i": [7], column: [newer]}, None, strategy=strategy) == ("applied", [1])
+        stored = f"SELECT v = '{newer}', v > '{older}' FROM s WHERE i = 7"
+        assert (sink.run(stored), sink.run("SELECT count(*) FROM s")) == ([(True, True)], [(100,)])
+
+
 class Explaining(psycopg.Cursor[Any]):
     """Counts the rows that steps of DELETE and INSERT give or throw away."""
 

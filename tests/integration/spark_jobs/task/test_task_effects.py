@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import psycopg
 import pyarrow as pa
 import pytest
+import sqlalchemy as sa
 from consumer_group import COLUMNS, event_id, rows_of
 from task_sink import EFFECT, Sink, outcomes, sink
 
@@ -69,6 +71,59 @@ def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, m
     assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
     kept = "what, details ->> 'offset', convert_from(decode(details ->> 'value_base64', 'base64'), 'UTF8')"
     assert sink.run(f"SELECT {kept} FROM consumer.audit") == [("leave out dead letter", "1", "payment")]
+
+
+def bare(error: psycopg.Error) -> NoReturn:
+    raise error
+
+
+def by_a_repository(error: psycopg.Error) -> NoReturn:
+    raise LookupError("the repository failed") from error
+
+
+def by_sqlalchemy(error: psycopg.Error) -> NoReturn:
+    """As an engine over the given connection does, and without the cause."""
+    raise sa.exc.OperationalError("INSERT", {}, error) from None
+
+
+@pytest.mark.parametrize("raised", [bare, by_a_repository, by_sqlalchemy])
+@pytest.mark.parametrize(
+    ("state", "outcome"),
+    [
+        ("40001", "interrupted"),
+        ("40P01", "interrupted"),
+        ("53100", "unavailable"),
+        ("ended", "unavailable"),
+        ("42P01", "broken"),
+    ],
+)
+def test_an_error_that_may_pass_repeats_the_range_also_if_the_function_wraps_it(
+    sink: Sink, state: str, outcome: str, raised: Callable[[psycopg.Error], NoReturn]
+) -> None:
+    """In the first call, for all rows, and in a later one, for the half of them in which one is refused."""
+    failing = "SELECT pg_terminate_backend(pg_backend_pid())"
+    if state != "ended":
+        failing = f"DO $$ BEGIN RAISE SQLSTATE '{state}'; END $$"
+    calls = 0
+
+    def effect(cursor: psycopg.Cursor[Any], rows: pa.Table) -> None:
+        nonlocal calls
+        calls += 1
+        try:
+            if calls in {1, 4}:
+                cursor.execute(failing.encode())
+        except psycopg.Error as error:
+            raised(error)
+        values = rows["n"].to_pylist(), rows["message_offset"].to_pylist()
+        cursor.execute("INSERT INTO numbers SELECT * FROM unnest(%s::int[], %s::bigint[])", values)
+
+    messages = [(event_id(n), 100 if n == 13 else n) for n in range(20)]
+    for tried in (1, 4):
+        assert sink.apply(messages, effect=effect)["outcome"] == outcome
+        assert (calls, sink.numbers(), sink.position()) == (tried, [], 0)
+    assert outcomes(sink.apply(messages, effect=effect)) == [(13, "failed")]
+    assert sink.apply([*messages[:13], *messages[14:]], effect=effect)["outcome"] == "applied"
+    assert sink.numbers() == [n for n in range(20) if n != 13]
 
 
 def test_a_version_that_is_none_costs_one_message_and_9_is_less_than_10(sink: Sink) -> None:

@@ -1,11 +1,15 @@
-"""What ``outbox consume`` prints of a run that has ended, and a signal while Spark starts."""
+"""What ``outbox consume`` prints of a run that has ended, a signal while Spark starts, and the end of Spark's JVM."""
 
 from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import threading
+from types import SimpleNamespace
 
 import pytest
+from support import wait_until
 from typer.testing import CliRunner
 
 from relay.cli.app import app
@@ -54,3 +58,25 @@ def test_a_signal_while_spark_starts_is_heard(monkeypatch, capfd):
             signal.signal(number, handler)
     assert isinstance(done.exception, Started), done.output
     assert "stopping after this round" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_only_a_jvm_that_ends_before_spark_is_stopped_ends_the_process(monkeypatch, early):
+    """Whose status is then 1. A run that has ended stops Spark, and its JVM may be gone before this process."""
+    ends: list[str] = []
+    monkeypatch.setattr(consume, "die", ends.append)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as jvm:
+
+        def stop() -> None:
+            jvm.stdin.close()
+            jvm.wait(60)
+
+        spark = SimpleNamespace(sparkContext=SimpleNamespace(_gateway=SimpleNamespace(proc=jvm)), stop=stop)
+        with consume._ending_with_its_jvm(spark):
+            [watching] = [one for one in threading.enumerate() if one.name == "end-with-its-jvm"]
+            if early:
+                jvm.kill()
+                wait_until(lambda: ends, 60, "the end of the process")
+        watching.join(60)
+    assert not watching.is_alive()
+    assert ends == ["Spark's JVM has ended; nothing is lost, run the job again"] * early
