@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -77,6 +78,16 @@ def _libpq(url: str | None) -> str | None:
         return None if url is None else libpq_url(url)
     except ConfigurationError as error:
         raise ValueError(str(error)) from error
+
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticKnownError("greater_than", {"gt": 0})
+    return value
+
+
+_Count = Annotated[int, AfterValidator(_not_zero)]
+"""A number of partitions or replicas, as librdkafka takes it; -1 leaves it to the broker."""
 
 
 class RelaySettings(Section):
@@ -268,9 +279,9 @@ class Settings(BaseSettings):
     """Where the relay reads events. It waits while the lanes are read from the other source."""
     create_topics: bool = False
     """Create missing topics."""
-    topic_partitions: int = Field(-1, ge=-1)
+    topic_partitions: _Count = Field(-1, ge=-1, le=100_000, description="-1, or 1 to 100000")
     """Partitions of topics that the relay creates; -1: the broker's default."""
-    topic_replication: int = Field(-1, ge=-1)
+    topic_replication: _Count = Field(-1, ge=-1, le=10_000, description="-1, or 1 to 10000")
     """Replication factor of topics that the relay creates; -1: the broker's default."""
     topic_template: str = DEFAULT_TEMPLATE
     """Without routes: the topic of an aggregate type, in lower case."""
@@ -281,7 +292,7 @@ class Settings(BaseSettings):
     )
     """Unique among the outboxes of one Prometheus and, exactly-once, of one Kafka: the label ``outbox`` of metrics, and
     the prefix of the state topic and of transactional ids. If it is set, log entries have it too."""
-    state_replication: int = Field(-1, ge=-1)
+    state_replication: _Count = Field(-1, ge=-1, le=10_000, description="-1, or 1 to 10000")
     """Replication factor of the state topic; -1: the broker's default."""
     ce_source: str = Field("/outbox", min_length=1)
     """CloudEvents' ``source``: the system that the events come from."""
