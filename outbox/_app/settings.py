@@ -109,7 +109,8 @@ class RelaySettings(Section):
     max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
     """Longest wait between attempts while Postgres or Kafka is unavailable."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
-    """After SIGTERM: how long batches in flight may take. A second signal ends the relay at once."""
+    """After SIGTERM: how long batches in flight may take; by default they end within two thirds of ``lease_seconds``. A
+    second signal ends the relay at once."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
     """Where to serve metrics and ``/readyz``. With ``--workers``, the other workers use the next ports."""
     expected_relays: int = Field(1, ge=1, le=10_000)
