@@ -335,6 +335,12 @@ class Settings(BaseSettings):
                 ("relay", "at_most_once_acks"),
                 f"is for at-most-once only: with {self.delivery} all in-sync replicas acknowledge an event; remove it",
             )
+        least, most = self.failures.min_backoff_seconds, self.failures.max_backoff_seconds
+        if least > most:
+            raise conflict(
+                ("failures", "min_backoff_seconds"),
+                f"must be at most failures.max_backoff_seconds, which is {most:g}; got {least:g}",
+            )
         if self.delivery is Delivery.AT_MOST_ONCE and self.source is SourceKind.WAL:
             raise conflict(("source",), "must be polling with at-most-once; got 'wal'")
         return self

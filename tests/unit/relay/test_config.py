@@ -319,6 +319,12 @@ def test_at_most_once_the_deadline_leaves_half_the_lease_to_send_in():
                 producer_options(load(delivery="at-most-once", kafka=kafka | {option: wrong}))
 
 
+def test_the_first_wait_of_an_event_is_not_above_the_longest():
+    load(failures={"min_backoff_seconds": 600.0})
+    with pytest.raises(ConfigurationError, match=r"min_backoff_seconds must be at most .*600; got 3600"):
+        load(failures={"min_backoff_seconds": 3600.0})
+
+
 def test_at_most_once_can_not_read_the_wal():
     assert load(source="wal", delivery="exactly-once").wal.slot == "outbox_relay"
     with pytest.raises(ConfigurationError, match="must be polling with at-most-once"):
