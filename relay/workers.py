@@ -48,7 +48,6 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
         )
         for number in range(count)
     ]
-    log.info("workers started", workers=[worker.pid for worker in workers])
     received = told = False
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
@@ -57,6 +56,7 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
         _send(workers, ABANDON if again else signal.SIGTERM)
 
     previous = {each: signal.signal(each, pass_on) for each in (signal.SIGTERM, signal.SIGINT)}
+    log.info("workers started", workers=[worker.pid for worker in workers])
     try:
         status = 0
         while any(worker.poll() is None for worker in workers):
@@ -67,6 +67,8 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
                 _send(workers, signal.SIGTERM)
             time.sleep(_LOOK_SECONDS)
         for worker in workers:
+            if received and worker.returncode == -signal.SIGTERM:
+                continue  # it was told to stop before it had begun
             if worker.returncode and not status:
                 status = worker.returncode if worker.returncode > 0 else 128 - worker.returncode
         return status
