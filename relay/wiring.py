@@ -89,6 +89,13 @@ def build(settings: Settings) -> Supervisor:
     if settings.delivery is Delivery.AT_MOST_ONCE:
         # A turn's rows are deleted: what is not sent in time is lost.
         renew_part = 1.0
+    if settings.relay.shutdown_seconds < delivery_seconds(settings):
+        log.warning(
+            "a stop may leave a turn in flight, which may take longer; raise OUTBOX_RELAY__SHUTDOWN_SECONDS, and what "
+            "the process manager waits",
+            shutdown_seconds=settings.relay.shutdown_seconds,
+            turn_seconds=delivery_seconds(settings),
+        )
     pauses = CurrentPauses()
     # As of the current turn: at-most-once, rows are deleted before they are sent.
     topics = build_topics(settings, lambda: pauses.obeyed.topics)

@@ -2,8 +2,10 @@
 
 | what happens                | what follows                                                                  |
 |-----------------------------|-------------------------------------------------------------------------------|
-| a signal to this process    | goes to every worker: the first one ends the turns in flight, a second one    |
-|                             | leaves them                                                                   |
+| a signal to this process    | goes to every worker: the first one ends the turns in flight, a second one,   |
+|                             | as SIGUSR1, leaves them                                                       |
+| signals to the workers      | end the turns in flight, however many come: systemd, for one, signals all     |
+|                             | processes of a unit                                                           |
 | a worker is killed, or ends | its lanes go to the others; the others are stopped, and this process ends     |
 |                             | with its status: its supervisor starts all of them again                      |
 | this process is killed      | the workers end by themselves, each after the turn in flight, as at a signal: |
@@ -28,6 +30,8 @@ from relay.config import Settings
 
 log = structlog.get_logger("relay")
 
+ABANDON: Final = signal.SIGUSR1
+"""What this process sends to a worker that is to leave its turn in flight."""
 _LOOK_SECONDS: Final = 0.1
 
 
@@ -44,25 +48,27 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
         )
         for number in range(count)
     ]
-    log.info("workers started", workers=[worker.pid for worker in workers])
-    stopping = 0
+    received = told = False
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        nonlocal stopping
-        stopping += 1
-        _send(workers, number)
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        nonlocal received
+        again, received = received, True
+        _send(workers, ABANDON if again else signal.SIGTERM)
 
     previous = {each: signal.signal(each, pass_on) for each in (signal.SIGTERM, signal.SIGINT)}
+    log.info("workers started", workers=[worker.pid for worker in workers])
     try:
         status = 0
         while any(worker.poll() is None for worker in workers):
             ended = [worker for worker in workers if worker.poll() is not None]
-            if ended and not stopping:
-                stopping = 1
+            if ended and not (received or told):
+                told = True
                 log.error("a worker has ended; the others are stopped", pid=ended[0].pid, status=ended[0].returncode)
                 _send(workers, signal.SIGTERM)
             time.sleep(_LOOK_SECONDS)
         for worker in workers:
+            if received and worker.returncode == -signal.SIGTERM:
+                continue  # it was told to stop before it had begun
             if worker.returncode and not status:
                 status = worker.returncode if worker.returncode > 0 else 128 - worker.returncode
         return status
@@ -71,11 +77,8 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
             signal.signal(each, handler)
 
 
-def be_worker(number: int, settings: Settings, stopping: threading.Event) -> None:
-    """Make this process one of several workers: with its own name and port, and ending with its parent.
-
-    ``stopping``: it is already ending. A second signal would abandon the turn in flight.
-    """
+def be_worker(number: int, settings: Settings) -> None:
+    """Make this process one of several workers: with its own name and port, and ending with its parent."""
     if settings.relay.instance is not None:
         settings.relay.instance += f"-{number}"
     if settings.relay.metrics_address is not None:
@@ -86,10 +89,9 @@ def be_worker(number: int, settings: Settings, stopping: threading.Event) -> Non
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1):
             pass
-        if not stopping.is_set():
-            os.kill(os.getpid(), signal.SIGTERM)
-            # Last, because the reader of the log may have ended too.
-            log.error("the process that started this worker has ended; the worker stops")
+        os.kill(os.getpid(), signal.SIGTERM)
+        # Last, because the reader of the log may have ended too.
+        log.error("the process that started this worker has ended; the worker stops")
 
     threading.Thread(target=wait, name="starter", daemon=True).start()
 

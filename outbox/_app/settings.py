@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticKnownError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -79,6 +80,16 @@ def _libpq(url: str | None) -> str | None:
         raise ValueError(str(error)) from error
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticKnownError("greater_than", {"gt": 0})
+    return value
+
+
+_Count = Annotated[int, AfterValidator(_not_zero)]
+"""A number of partitions or replicas, as librdkafka takes it; -1 leaves it to the broker."""
+
+
 class RelaySettings(Section):
     """One relay process."""
 
@@ -98,7 +109,8 @@ class RelaySettings(Section):
     max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
     """Longest wait between attempts while Postgres or Kafka is unavailable."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
-    """After SIGTERM: how long batches in flight may take. A second signal ends the relay at once."""
+    """After SIGTERM: how long batches in flight may take; by default they end within two thirds of ``lease_seconds``. A
+    second signal ends the relay at once."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
     """Where to serve metrics and ``/readyz``. With ``--workers``, the other workers use the next ports."""
     expected_relays: int = Field(1, ge=1, le=10_000)
@@ -268,9 +280,9 @@ class Settings(BaseSettings):
     """Where the relay reads events. It waits while the lanes are read from the other source."""
     create_topics: bool = False
     """Create missing topics."""
-    topic_partitions: int = Field(-1, ge=-1)
+    topic_partitions: _Count = Field(-1, ge=-1, le=100_000, description="-1, or 1 to 100000")
     """Partitions of topics that the relay creates; -1: the broker's default."""
-    topic_replication: int = Field(-1, ge=-1)
+    topic_replication: _Count = Field(-1, ge=-1, le=10_000, description="-1, or 1 to 10000")
     """Replication factor of topics that the relay creates; -1: the broker's default."""
     topic_template: str = DEFAULT_TEMPLATE
     """Without routes: the topic of an aggregate type, in lower case."""
@@ -281,7 +293,7 @@ class Settings(BaseSettings):
     )
     """Unique among the outboxes of one Prometheus and, exactly-once, of one Kafka: the label ``outbox`` of metrics, and
     the prefix of the state topic and of transactional ids. If it is set, log entries have it too."""
-    state_replication: int = Field(-1, ge=-1)
+    state_replication: _Count = Field(-1, ge=-1, le=10_000, description="-1, or 1 to 10000")
     """Replication factor of the state topic; -1: the broker's default."""
     ce_source: str = Field("/outbox", min_length=1)
     """CloudEvents' ``source``: the system that the events come from."""
@@ -322,6 +334,12 @@ class Settings(BaseSettings):
             raise conflict(
                 ("relay", "at_most_once_acks"),
                 f"is for at-most-once only: with {self.delivery} all in-sync replicas acknowledge an event; remove it",
+            )
+        least, most = self.failures.min_backoff_seconds, self.failures.max_backoff_seconds
+        if least > most:
+            raise conflict(
+                ("failures", "min_backoff_seconds"),
+                f"must be at most failures.max_backoff_seconds, which is {most:g}; got {least:g}",
             )
         if self.delivery is Delivery.AT_MOST_ONCE and self.source is SourceKind.WAL:
             raise conflict(("source",), "must be polling with at-most-once; got 'wal'")

@@ -262,12 +262,10 @@ class KafkaAdmin:
         """Return the age from which on Kafka deletes a topic's messages; infinity if it never does.
 
         None if it may delete younger ones, because their size is limited, or the client has no right to read that.
+        Raises KafkaException when Kafka does not answer.
         """
-        try:
-            [found] = self._configurations([topic])
-        except KafkaException:
-            return None
-        if int(found["retention.bytes"].value) >= 0:
+        found = self._configuration(topic)
+        if found is None or int(found["retention.bytes"].value) >= 0:
             return None
         milliseconds = int(found["retention.ms"].value)
         return milliseconds / 1000 if milliseconds >= 0 else math.inf
@@ -276,12 +274,19 @@ class KafkaAdmin:
         """Return how long a compacted topic keeps tombstones.
 
         None if it is not compacted, or is not there, or the client has no right to read that.
+        Raises KafkaException when Kafka does not answer.
         """
+        found = self._configuration(topic)
+        return None if found is None or not _is_compacted(found) else int(found["delete.retention.ms"].value) / 1000
+
+    def _configuration(self, topic: str) -> Mapping[str, Any] | None:
         try:
             [found] = self._configurations([topic])
-        except KafkaException:
-            return None
-        return int(found["delete.retention.ms"].value) / 1000 if _is_compacted(found) else None
+        except KafkaException as error:
+            if _code(error) == KafkaError.UNKNOWN_TOPIC_OR_PART or is_refusal(error.args[0]):
+                return None
+            raise
+        return found
 
     def _compacted(self, topics: Iterable[str]) -> bool:
         return any(map(_is_compacted, self._configurations(topics)))

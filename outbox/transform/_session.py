@@ -60,6 +60,8 @@ _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}
 # What produce() says once the transaction has failed: it is to be aborted.
 _TAKES_NO_MORE: Final = KafkaError._STATE  # noqa: SLF001
 _MISSING: Final = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})  # noqa: SLF001
+_ABSENT: Final = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
+_HIDDEN: Final = "does not exist, or the client may not DESCRIBE it; create it, or grant that"
 
 
 class Session:
@@ -180,21 +182,22 @@ class Session:
             self._progress.watch.not_joined(error.str())
 
     def _require_topics(self) -> None:
-        """Raise KafkaRefused if a topic is missing, and still is after a while."""
+        """Raise KafkaRefused if a topic is missing or hidden, and still is after a while."""
         until = time.monotonic() + MISSING_TOPIC_SECONDS
         while True:
             known = self._consumer.list_topics(timeout=_SECONDS).topics
             # The names that begin with ^ are patterns.
-            missing = [
-                topic
-                for topic in self._plan.topics
-                if not topic.startswith("^") and (topic not in known or known[topic].error is not None)
+            topics = [topic for topic in self._plan.topics if not topic.startswith("^")]
+            problems = [
+                f"topic {topic} " + (_HIDDEN if error.code() in _MISSING else f"can't be read: {error.str()}")
+                for topic in topics
+                if (error := known[topic].error if topic in known else _ABSENT) is not None
             ]
-            if not missing or self._stop.is_set():
+            if not problems or self._stop.is_set():
                 return
             if time.monotonic() >= until:
-                raise KafkaRefused(f"group {self._plan.group!r}: topic {missing[0]} does not exist; create it")
-            _logger.info("group %s waits for topic %s, which does not exist", self._plan.group, missing[0])
+                raise KafkaRefused(f"group {self._plan.group!r}: {problems[0]}")
+            _logger.info("group %s waits: %s", self._plan.group, problems[0])
             self._stop.wait(0.5)
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:

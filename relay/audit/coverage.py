@@ -18,10 +18,12 @@ from relay.audit.findings import EXPIRED, WindowAudit
 from relay.audit.ledger import LedgerState
 from relay.audit.sums import WINDOW_SECONDS, Window, minute_of, minute_start
 from relay.audit.topics import Extent, Topics
+from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.offsets import Partition
 
 # How far the clocks of a writer, a relay and a broker may be apart.
 _CLOCKS_SECONDS: Final = 60
+_DOING: Final = "reading what it deletes of topics"
 
 
 class Coverage:
@@ -82,10 +84,14 @@ class Coverage:
         """Note what Kafka may have deleted before it was read; return what is to be said of it.
 
         first   the time of the first record of each partition, in milliseconds.
+
+        Raises Unavailable: a minute that is not compared now never is.
         """
         notes = []
         for topic in sorted({place.topic for place in extents}):
-            if admin.compacted([topic]):
+            with unavailable_on_kafka_error(_DOING):
+                compacted = admin.may_compact(topic)
+            if compacted:
                 self._expired[topic] = math.inf
                 notes.append(
                     f"topic {topic} may be compacted (cleanup.policy), and then Kafka deletes records: not compared"
@@ -94,7 +100,8 @@ class Coverage:
         retention = cache(admin.retention_seconds)
 
         def kept_since(topic: str) -> float:
-            seconds = retention(topic)
+            with unavailable_on_kafka_error(_DOING):
+                seconds = retention(topic)
             return math.inf if seconds is None else now + time.monotonic() - began - seconds
 
         self._kept_since = kept_since

@@ -90,17 +90,17 @@ class Follower:
         """
         while not stop.is_set():
             try:
-                self.advance()
+                self.advance(stop)
                 self._said.clear()
             except (Unavailable, ConsumerUnavailable) as error:
                 self._say(error, ALL_TOPICS)
             stop.wait(max(_EVERY_SECONDS, self._not_before.get(ALL_TOPICS, 0.0) - time.monotonic()))
 
-    def advance(self) -> list[Audit]:
+    def advance(self, stop: threading.Event | None = None) -> list[Audit]:
         """Compare the minutes that are over and were not compared, and keep the result. Returns what was compared.
 
-        A topic that is behind the others neither delays them nor another one. Raises Unavailable, ConsumerUnavailable,
-        SchemaError and ConfigurationError: after all topics, if it was one of them.
+        A topic that is behind the others neither delays them nor another one; none begins once ``stop`` is set. Raises
+        Unavailable, ConsumerUnavailable, SchemaError and ConfigurationError: after all topics, if it was one of them.
         """
         with sessions(self._settings) as opened:
             end = self._transactions.closed(opened.outbox)
@@ -114,6 +114,8 @@ class Follower:
                 nonlocal failed
                 began = time.monotonic()
                 if topic != ALL_TOPICS and began < self._not_before.get(topic, 0.0):
+                    return
+                if stop is not None and stop.is_set():
                     return
                 minutes = self._minutes.get(topic, _MOST_MINUTES)
                 try:

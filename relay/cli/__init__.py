@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,9 @@ _BROUGHT_BY: Final = {
 
 def main() -> None:
     """Run the command line. Where a command's extra is not installed, print which one, instead of an ImportError."""
+    if os.getpid() == 1:
+        # Linux drops a signal without a handler for the first process of a container, which would end any other one.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         from relay.cli.assembly import assemble
 

@@ -57,7 +57,7 @@ def run(
     from outbox._app import logs, tracing
     from relay import failpoints
     from relay.wiring import build
-    from relay.workers import be_worker, run_workers
+    from relay.workers import ABANDON, be_worker, run_workers
 
     settings = load(database_url=database_url, create_topics=create_topics, log_format=log_format)
     logs.configure(settings.log_level, settings.log_format, settings.given_name)
@@ -71,7 +71,7 @@ def run(
     tracing.configure("outbox-relay")
     stop, abandon = Stopping(), Stopping()
     if worker is not None:
-        be_worker(worker, settings, stop)
+        be_worker(worker, settings)
     if failpoints.arm_from_environment():
         structlog.get_logger("relay").warning("failpoints are armed: this relay fails on purpose")
     # The thread that reads ahead, or the WAL, needs the interpreter for every 16 KB that Postgres sends. Meanwhile the
@@ -80,22 +80,28 @@ def run(
     # Batches hold tens of thousands of tuples, which are never in a reference cycle: looking for cycles every 700 new
     # objects, the default, would cost a tenth of the throughput.
     gc.set_threshold(100_000, 20, 50)
-    _stop_on_signals(stop, abandon, settings.relay.shutdown_seconds + 10.0)
+    seconds = settings.relay.shutdown_seconds + 10.0
+    _stop_on_signals(stop, abandon, seconds, abandon_at=None if worker is None else ABANDON)
     abandoned = build(settings).run(stop, abandon)
     if abandoned:
         # The worker's loop still waits for Kafka; it can't settle anything any more.
         os._exit(1)
 
 
-def _stop_on_signals(stop: Stopping, abandon: Stopping, seconds: float) -> None:
-    """Set ``stop`` at the first signal, and ``abandon`` at the next. Each ends the process if that takes too long."""
+def _stop_on_signals(
+    stop: Stopping, abandon: Stopping, seconds: float, *, abandon_at: signal.Signals | None = None
+) -> None:
+    """Set ``stop`` at the first signal, and ``abandon`` at the next, or only ``abandon_at`` that one.
+
+    Each ends the process if that takes too long.
+    """
     # Without a standard error there is nowhere to show the threads, but the end comes all the same.
     shown = sys.stderr if sys.stderr is not None else Path(os.devnull).open("w")  # noqa: SIM115  until the process ends
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if abandon.is_set():
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        again = stop.is_set() if abandon_at is None else number == abandon_at
+        if (abandon if again else stop).is_set():
             return
-        again = stop.is_set()
         stop.set()
         if again:
             abandon.set()
@@ -103,8 +109,8 @@ def _stop_on_signals(stop: Stopping, abandon: Stopping, seconds: float) -> None:
         # after a kill, which loses nothing. Where each thread stands is the only trace of what hung.
         faulthandler.dump_traceback_later(5.0 if again else seconds, exit=True, file=shown)
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    for each in (signal.SIGTERM, signal.SIGINT, *([] if abandon_at is None else [abandon_at])):
+        signal.signal(each, on_signal)
 
 
 @app.command()

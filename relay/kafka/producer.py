@@ -367,7 +367,9 @@ class BatchProducer:
 
     def explained(self, error: KafkaException) -> KafkaException:
         """Return an exception of the producer, with the reason why its connections fail if that has caused it."""
-        return self._connections.explained(error, self.producer)
+        # Here, because it is raised only once if the producer has a fatal error.
+        self._poll(0)
+        return self._connections.explained(error)
 
     def serve(self) -> None:
         self._poll(0)

@@ -54,6 +54,17 @@ _TRIAL_SECONDS: Final = 1.0
 # Other topics wait while the metadata about one is requested.
 _LOOK_SECONDS: Final = 2.0
 
+# What a broker answers that could create another topic, with what to do.
+_NOT_CREATED: Final = {
+    KafkaError.POLICY_VIOLATION: "create it by hand",
+    KafkaError.TOPIC_EXCEPTION: "create it by hand",
+    KafkaError.INVALID_CONFIG: "create it by hand",
+    KafkaError.INVALID_PARTITIONS: "create it by hand, or change OUTBOX_TOPIC_PARTITIONS",
+    # Also while brokers are away.
+    KafkaError.INVALID_REPLICATION_FACTOR: "start more brokers, create it by hand, or change OUTBOX_TOPIC_REPLICATION",
+    KafkaError.THROTTLING_QUOTA_EXCEEDED: "it is tried again",
+}
+
 
 @dataclass(slots=True)
 class _Unusable:
@@ -338,9 +349,9 @@ class Topics:
                     topic,
                     f"topic {topic!r} does not exist and the relay may not create it; create it, or grant CREATE",
                 ) from error
-            if code in {KafkaError.POLICY_VIOLATION, KafkaError.TOPIC_EXCEPTION, KafkaError.INVALID_CONFIG}:
+            if code in _NOT_CREATED:
                 raise self._refuse(
-                    topic, f"topic {topic!r} can't be created: {text_of(error)}; create it by hand"
+                    topic, f"topic {topic!r} can't be created: {text_of(error)}; {_NOT_CREATED[code]}"
                 ) from error
             raise BrokerUnavailable(f"Kafka, creating topic {topic!r}: {text_of(error)}") from error
 

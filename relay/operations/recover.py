@@ -280,7 +280,7 @@ class Recovery(Reconciler):
     ) -> tuple[list[EventPlace], list[EventPlace], int]:
         """Return what Kafka has lost, what was overtaken of it, and how many events are expired.
 
-        ``lost``: what Postgres has lost.
+        ``lost``: what Postgres has lost. Raises Unavailable when Kafka does not say what it compacts or deletes.
         """
         rows = self._rows.run(statements.MISSING, bound, "looking for what Kafka has lost")
         missing = [(EventPlace(*row[:7]), *row[7:]) for row in rows]
@@ -312,12 +312,13 @@ class Recovery(Reconciler):
             later = by_known or followed or overtaken(event, by_known)
             return later or (tombstone and (now - event.at).total_seconds() > seconds)
 
-        kept = [
-            (event, by_known)
-            for (event, by_known, _, *more), place in zip(missing, where, strict=True)
-            if not _expired(event, *left.get(place, _NOTHING_DELETED))
-            and not compacted_away(place.topic, event, by_known, *more)
-        ]
+        with unavailable_on_kafka_error("reading cleanup.policy of topics"):
+            kept = [
+                (event, by_known)
+                for (event, by_known, _, *more), place in zip(missing, where, strict=True)
+                if not _expired(event, *left.get(place, _NOTHING_DELETED))
+                and not compacted_away(place.topic, event, by_known, *more)
+            ]
         return (
             [event for event, _ in kept],
             [event for event, by_known in kept if overtaken(event, by_known)],
@@ -404,7 +405,8 @@ class Recovery(Reconciler):
                 one = offset, times[place]
             else:
                 # It is empty: retention by time does that, or an operator.
-                seconds = retention(place.topic)
+                with unavailable_on_kafka_error("reading retention.ms of topics"):
+                    seconds = retention(place.topic)
                 one = offset, -math.inf if seconds is None else (now - seconds) * 1000
             unknown = place._replace(number=-1)
             least = left.get(unknown, one)

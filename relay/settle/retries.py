@@ -75,10 +75,11 @@ SELECT g.lane, g.id, g.event_id, g.aggregate_type, g.aggregate_id, g.event_type,
        g.headers, g.created_at, f.attempts, f.last_error, f.first_failed_at
   FROM gone AS g JOIN {failures} AS f ON f.lane = g.lane AND f.id = g.id"""
 
+# An event whose time is infinity, which a writer may have set, has none on its way.
 _KEEP: Final = """
 INSERT INTO {dead_letters} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload_bytes, headers,
                             created_at, attempts, last_error, first_failed_at)
-VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, 1, %s, clock_timestamp())"""
+VALUES (%s, %s, %s, %s, %s, %s, %s, %s, coalesce(%s, clock_timestamp()), 1, %s, clock_timestamp())"""
 
 _HOLD: Final = """
 UPDATE {failures} SET next_attempt_at = 'infinity' WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[])"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psycopg
 import pytest
 from failing_relays import SMALL, add, dead, event, names, routes, url
 from support import backlog, drained, end_leases, ends, logged, wait_until
@@ -88,6 +89,17 @@ def test_at_most_once_what_comes_behind_a_refused_event_of_its_key_is_not_lost(u
     wait_until(
         lambda: {"a2", "a3"} <= set(dead(url)) | set(names(outbox_kafka.consume(small))), what="what came behind"
     )
+    ends(relay)
+    assert "events may be lost" not in relay.log()
+
+
+def test_at_most_once_an_event_of_time_infinity_takes_no_other_dead_letter_with_it(url, outbox_relay):
+    """They are kept together, when their rows are deleted already."""
+    add(url, event("Nowhere", "a1"), event("Nowhere", "b1"))
+    with psycopg.connect(url) as connection:
+        connection.execute("UPDATE outbox.events SET created_at = 'infinity' WHERE event_type = 'a1'")
+    relay = outbox_relay(env=routes(Good="good"), **AT_MOST_ONCE)
+    wait_until(lambda: dead(url) == ["a1", "b1"], what="both dead letters")
     ends(relay)
     assert "events may be lost" not in relay.log()
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import psutil
 import pytest
 from confluent_kafka import Message
 from kafka_proxy import (
@@ -38,6 +39,7 @@ from support import (
     drained,
     ends,
     look_up,
+    owners,
     said_to_be_lost,
     wait_until,
     write,
@@ -294,3 +296,34 @@ def test_a_second_signal_leaves_what_is_in_flight_to_the_next_relay(place, outbo
         load.drain(90)
     messages = place.messages()
     assert check(url, messages) == sum(crashes.repeats(messages))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["all-of-a-unit", "the-parent-twice"])
+def test_only_a_second_signal_to_their_parent_makes_workers_leave_what_is_in_flight(place, outbox_relay, again):
+    """systemd signals all processes of a unit, and the parent passes its signal on."""
+    url, proxy = place.url, place.proxy
+    settings = place.settings | {"relay__lease_seconds": 900, "relay__shutdown_seconds": 900}
+    relay = outbox_relay("--workers", "2", **settings)
+    wait_until(lambda: len(owners(url)) == 2, what="both workers to hold lanes")
+    with Load(url, place.kind) as load:
+        place.begins(load)
+        fired = len(proxy.fired)
+        proxy.on(PRODUCE, delay_response(), times=1_000_000)
+        wait_until(lambda: len(proxy.fired) > fired, what="a turn to be in flight")
+        for process in psutil.Process(relay.pid).children():
+            process.send_signal(signal.SIGTERM)
+        relay.terminate()
+        wait_until(lambda: relay.log().count("relay stopping") == 2, 60, "both workers to stop")
+        assert relay.running
+        if again:
+            relay.terminate()
+        else:
+            proxy.clear()
+            proxy.release()
+        assert relay.wait() == again
+        assert ("a turn in flight was abandoned" in relay.log()) == again
+        proxy.clear()
+        outbox_relay(**settings)
+        load.drain(90)
+    repeats = check(url, place.messages())
+    assert again or repeats == 0

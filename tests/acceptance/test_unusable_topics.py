@@ -96,6 +96,26 @@ def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url,
     ends(relay)
 
 
+@pytest.mark.parametrize("delivery", ["at-most-once", *DELIVERIES], indirect=True)
+def test_a_topic_with_more_replicas_than_brokers_holds_up_its_own_events_only(
+    url, outbox_kafka, outbox_relay, delivery
+):
+    """The first event of a new type, in front of all others of its lane."""
+    good, large = outbox_kafka.create_topic(outbox_kafka.name("good")), outbox_kafka.name("large")
+    add(url, event("Large", "m1"), event("Good", "g1"), event("Large", "m2"), event("Good", "g2"))
+    relay = outbox_relay(env=routes(Good=good, Large=large), create_topics=True, topic_replication=3, **delivery)
+    assert names(outbox_kafka.consume(good, 2)) == ["g1", "g2"]
+    wait_until(lambda: said(relay, UNUSABLE, large), 60, f"{large} to be named")
+    assert "OUTBOX_TOPIC_REPLICATION" in said(relay, UNUSABLE, large)[0]
+    wait_until(lambda: backlog(url) == 2, what="the good ones to be settled")
+    assert look_up(url, "SELECT * FROM outbox.failures") == []
+    outbox_kafka.create_topic(large)
+    drained(url)
+    assert names(outbox_kafka.consume(large, 2)) == ["m1", "m2"]
+    assert dead(url) == []
+    ends(relay)
+
+
 def test_the_copies_of_dead_letters_wait_for_their_topic_and_hold_nothing_up(url, outbox_kafka, outbox_relay, delivery):
     small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, SMALL)
     copies = outbox_kafka.name("copies")

@@ -34,6 +34,12 @@ def test_workers_share_the_lanes_and_end_together(outbox_postgres, outbox_kafka,
     assert owners(outbox_postgres.url) == {}
 
 
+def test_workers_that_have_hardly_begun_end_without_a_failure(outbox_relay):
+    started = outbox_relay("--workers", "2")
+    started.wait_for_log("workers started")
+    ends(started)
+
+
 def test_workers_end_with_the_process_that_started_them(outbox_postgres, outbox_kafka, order, workers):
     """However that ends: what starts it again starts as many workers beside them."""
     write_to(order, outbox_postgres.url)

@@ -125,6 +125,10 @@ def test_a_file_that_is_missing_or_can_not_be_read(monkeypatch, tmp_path):
         ("OUTBOX_CREATE_TOPICS", "maybe", " must be true or false; got 'maybe'."),
         ("OUTBOX_RELAY__BATCH_SIZE", "0", " must be a whole number from 1 to 50000; got '0'."),
         ("OUTBOX_RELAY__LEASE_SECONDS", "soon", " must be a number from 1.0 to 3600; got 'soon'."),
+        ("OUTBOX_TOPIC_PARTITIONS", "0", " must be -1, or 1 to 100000; got '0'."),
+        ("OUTBOX_TOPIC_PARTITIONS", "1000000", " must be -1, or 1 to 100000; got '1000000'."),
+        ("OUTBOX_TOPIC_REPLICATION", "0", " must be -1, or 1 to 10000; got '0'."),
+        ("OUTBOX_STATE_REPLICATION", "10001", " must be -1, or 1 to 10000; got '10001'."),
         ("OUTBOX_RELAY__METRICS_ADDRESS", "nope", " must be host:port, such as 0.0.0.0:9100; got 'nope'."),
         ("OUTBOX_SCHEMA", "", " must be text of 1 to 63 characters; got ''."),
         ("OUTBOX_WAL__SLOT", "A", " must be 1 to 63 of the characters a-z, 0-9 and _; got 'A'."),
@@ -313,6 +317,12 @@ def test_at_most_once_the_deadline_leaves_half_the_lease_to_send_in():
         for wrong in ("7501", "14900", "0", "x"):
             with pytest.raises(ConfigurationError, match=f"{option}={wrong}.*Set it to 7500 or lower.*LEASE_SECONDS"):
                 producer_options(load(delivery="at-most-once", kafka=kafka | {option: wrong}))
+
+
+def test_the_first_wait_of_an_event_is_not_above_the_longest():
+    load(failures={"min_backoff_seconds": 600.0})
+    with pytest.raises(ConfigurationError, match=r"min_backoff_seconds must be at most .*600; got 3600"):
+        load(failures={"min_backoff_seconds": 3600.0})
 
 
 def test_at_most_once_can_not_read_the_wal():

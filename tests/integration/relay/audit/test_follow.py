@@ -239,6 +239,24 @@ def test_what_fails_again_in_the_same_way_is_logged_once(pipeline, monkeypatch):
     assert texts == ["Kafka: away", "Kafka: away, too", "Kafka: away", "Kafka: "]
 
 
+def test_a_stop_lets_only_the_comparison_under_way_end(pipeline, monkeypatch):
+    pipeline.run(
+        "INSERT INTO outbox.verified (topic, verified_until) SELECT topic, date_trunc('minute', now() - ago::interval) "
+        f"FROM (VALUES ('', '6 minutes'), ('{pipeline.topic}', '1 hour'), ('other', '2 hours')) AS v(topic, ago)"
+    )
+    compared, stop, minute = [], threading.Event(), int(dt.datetime.now(dt.UTC).timestamp()) // 60
+
+    def audit(_settings: Any, scope: Any, _opened: Any) -> Any:
+        compared.append(scope.topics)
+        stop.set()
+        raise Unavailable("Kafka: away")
+
+    monkeypatch.setattr(follow, "audit", audit)
+    monkeypatch.setattr(Transactions, "closed", lambda *_: minute)
+    pipeline.follower().run(stop)
+    assert compared == [None]
+
+
 @pytest.mark.parametrize("cause", ["a transaction is open", "the clock went back"])
 def test_a_topic_that_is_behind_does_not_go_back(pipeline, monkeypatch, cause):
     """An old transaction is open, so that nothing is known to be over, or less is over than before."""

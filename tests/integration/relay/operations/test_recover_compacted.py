@@ -167,6 +167,19 @@ def test_nothing_is_settled_as_superseded_while_kafka_does_not_say_what_it_compa
     assert outbox.rows(1) == [first, rows[2]]
 
 
+def test_nothing_counts_as_lost_while_kafka_does_not_say_what_it_compacts(outbox_postgres, mortal_network):
+    network, proxy = Topics(f"127.0.0.1:{mortal_network[1].port}"), mortal_network[1]
+    restored = Restored(Outbox(outbox_postgres, network, 2))
+    gone = new_id()
+    restored.put("published", gone, ARCHIVED, ", 1, -1, now()")
+    before = proxy.seen(DESCRIBE_CONFIGS)
+    assert ids(restored.recover("--dry-run", status=1)["missing"]) == {gone}
+    # The last of these requests is about the topic of what is not there.
+    proxy.on(DESCRIBE_CONFIGS, drop_request, times=100, skip=proxy.seen(DESCRIBE_CONFIGS) - before - 1)
+    done = restored.command("recover", "--since", restored.since, "--dry-run", settings=ARCHIVE)
+    assert (done.returncode, "reading cleanup.policy" in done.stderr) == (1, True), done.stdout + done.stderr
+
+
 def test_a_record_of_another_outbox_supersedes_nothing(compacted):
     past = "now() - interval '1 hour'"
     compacted.put("scheduled", planned := new_id(), ", not_before", f", {past}")

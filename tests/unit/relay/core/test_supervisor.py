@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 import relay.supervisor
 from outbox._clients.clock import uptime
@@ -66,6 +67,17 @@ def supervisor() -> Supervisor:
     made = build(load(database_url="postgresql://127.0.0.1:1/x", **settings))
     made._held.give([Lease(lane, 1, 60.0, uptime()) for lane in range(LANES)])
     return made
+
+
+@pytest.mark.parametrize(
+    ("lease", "more", "warned"),
+    [(15.0, {}, []), (60.0, {}, [40.0]), (60.0, {"delivery.timeout.ms": "20000"}, [])],
+)
+def test_a_relay_says_that_a_turn_may_take_longer_than_a_stop_waits(lease, more, warned) -> None:
+    kafka = {"bootstrap.servers": "127.0.0.1:1"} | more
+    with capture_logs() as said:
+        build(load(database_url="postgresql://127.0.0.1:1/x", relay={"lease_seconds": lease}, kafka=kafka))
+    assert [one["turn_seconds"] for one in said if "SHUTDOWN_SECONDS" in one["event"]] == warned
 
 
 def test_lanes_above_the_share_are_recalled(supervisor: Supervisor) -> None:

@@ -74,6 +74,16 @@ def test_a_fatal_error_while_a_worker_is_idle_fails_its_next_turn_and_not_the_wo
     sender.close()
 
 
+def test_a_fatal_error_that_comes_while_another_exception_is_explained_is_kept():
+    """librdkafka raises it once, and from then on only says that there was one."""
+    sender = new_sender()
+    sender.producer = cast("Any", Ended(sender.producer))
+    sender.explained(KafkaException(KafkaError(KafkaError._FATAL)))
+    assert sender.fatal is not None
+    assert sender.fatal.code() == KafkaError._FENCED
+    sender.close()
+
+
 def test_a_failed_marker_is_named_with_its_lane_and_no_event_is_at_fault_for_it():
     sender = new_sender()
     sender.send({0: events(0, 2), 3: events(3, 2)}, soon())

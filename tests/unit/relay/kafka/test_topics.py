@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.cimpl import NewTopic
 from sender_support import OPTIONS
 
 from relay.core.ports import BrokerUnavailable, TopicUnusable
@@ -23,11 +25,13 @@ class Broker:
         self.now = 0.0
         self.there: set[str] = set()
         self.away = False
+        self.creates: int | None = None
+        """The error of each attempt to create a topic."""
         self.asked = 0
         self.clients = 0
 
-    def topics(self) -> Topics:
-        return Topics(OPTIONS, create=False, clock=lambda: self.now)
+    def topics(self, *, create: bool = False) -> Topics:
+        return Topics(OPTIONS, create=create, clock=lambda: self.now)
 
     def connect(self, _options: object) -> Broker:
         self.clients += 1
@@ -42,6 +46,14 @@ class Broker:
         if self.away:
             raise KafkaException(KafkaError(KafkaError._TRANSPORT))
         return SimpleNamespace(topics={name: SimpleNamespace(partitions={}) for name in self.there})
+
+    def create_topics(self, new: list[NewTopic], **_seconds: float) -> dict[str, Future[None]]:
+        answer: Future[None] = Future()
+        if self.creates is None:
+            answer.set_result(None)
+        else:
+            answer.set_exception(KafkaException(KafkaError(self.creates)))
+        return {new[0].topic: answer}
 
 
 @pytest.fixture
@@ -95,3 +107,38 @@ def test_a_failure_that_serves_for_a_second_keeps_nothing_of_the_turns_that_met_
     batches = [turn(), turn()]
     gc.collect()
     assert (broker.asked, [batch() for batch in batches]) == (1, [None, None])
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (KafkaError.POLICY_VIOLATION, "by hand"),
+        (KafkaError.TOPIC_EXCEPTION, "by hand"),
+        (KafkaError.INVALID_CONFIG, "by hand"),
+        (KafkaError.INVALID_PARTITIONS, "OUTBOX_TOPIC_PARTITIONS"),
+        (KafkaError.INVALID_REPLICATION_FACTOR, "OUTBOX_TOPIC_REPLICATION"),
+        (KafkaError.THROTTLING_QUOTA_EXCEEDED, "tried again"),
+    ],
+)
+def test_a_topic_that_can_not_be_created_is_alone_unusable_and_tried_again(broker, code, advice):
+    """With too few brokers, by which the others may be on their way back."""
+    topics = broker.topics(create=True)
+    broker.there, broker.creates = {"there"}, code
+    with pytest.raises(TopicUnusable, match=f"'new' can't be created: .*{advice}"):
+        topics.require("new")
+    topics.require("there")
+    assert topics.paused() == {"new"}
+    broker.creates, broker.now = None, 1.1
+    assert topics.paused() == set()
+    topics.require("new")
+    topics.written(["new"])
+    assert topics.reasons() == {}
+
+
+@pytest.mark.parametrize("code", [KafkaError._TRANSPORT, KafkaError.NOT_CONTROLLER, KafkaError.REQUEST_TIMED_OUT])
+def test_a_broker_that_creates_nothing_at_the_moment_says_nothing_about_the_topic(broker, code):
+    topics = broker.topics(create=True)
+    broker.creates = code
+    with pytest.raises(BrokerUnavailable, match="creating topic 'new'"):
+        topics.require("new")
+    assert topics.reasons() == {}
