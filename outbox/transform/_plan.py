@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ from typing import Any, Final
 
 from confluent_kafka import TopicPartition
 
-from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -23,7 +21,6 @@ from outbox.transform.records import Transform
 
 MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
-_LONGEST_PAUSE: Final = 10.0
 _DESCRIBE_SECONDS: Final = 30.0
 # The most that librdkafka takes.
 _MESSAGE_MAX_BYTES: Final = 1_000_000_000
@@ -104,8 +101,3 @@ def client_options(
 def topic_ids(options: Mapping[str, Any]) -> TopicIds:
     """Return what asks for topics' ids, with the consumer's options."""
     return TopicIds(partial(KafkaAdmin(without_callbacks(options)).describe, seconds=_DESCRIBE_SECONDS))
-
-
-def pause(stop: threading.Event, failures: int) -> None:
-    """Wait, for longer after more failures, but at most until ``stop`` is set."""
-    stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))
