@@ -95,7 +95,8 @@ def client_options(
         # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
         "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
     }
-    return {**completed, **reading}, {**tuned, **completed, **writing}
+    # librdkafka's default compares no checksums.
+    return {"check.crcs": True, **completed, **reading}, {**tuned, **completed, **writing}
 
 
 def topic_ids(options: Mapping[str, Any]) -> TopicIds:
