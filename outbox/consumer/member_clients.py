@@ -41,8 +41,6 @@ class MemberClients:
 
     options  of its consumer. The ``error_cb`` in them is called, too.
     refused  makes the error that ends the member, from its text.
-
-    lost     the error behind which only new clients go on; None while these are of use.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class MemberClients:
         logger: logging.Logger,
         refused: Callable[[str], Exception],
     ) -> None:
-        self.lost: KafkaError | None = None
         self._options = options
         self._topics = topics
         self._watch = watch
@@ -62,6 +59,7 @@ class MemberClients:
         self._group = options["group.id"]
         self._certificates = Certificates(options)
         self._credentials = LastingRefusal()
+        self._fenced: KafkaError | None = None
         # A broker that refuses the client sends no message: librdkafka would retry forever.
         self._final: KafkaError | None = None
 
@@ -75,7 +73,7 @@ class MemberClients:
             while not stop.is_set():
                 began = time.monotonic()
                 # Before the clients read them.
-                self._certificates, self.lost = Certificates(self._options), None
+                self._certificates, self._fenced = Certificates(self._options), None
                 error = run()
                 if error is None:
                     return
@@ -88,12 +86,16 @@ class MemberClients:
         finally:
             self._watch.assigned(())
 
+    @property
+    def lost(self) -> KafkaError | None:
+        """The error behind which only new clients go on; None while these are of use."""
+        return self._fenced or self._certificates.failed
+
     def hear(self, error: KafkaError) -> None:
-        """Note an error. It is the ``error_cb`` of the clients, which may be called anywhere: it raises nothing."""
+        """Be the ``error_cb`` of the clients. It may be called anywhere, so what it hears is noted: see ``check``."""
         if not self._may_pass(error) and is_refusal(error):
             self._final = error
         self._certificates.hear(error)
-        self.lost = self.lost or self._certificates.failed
 
     def check(self) -> None:
         """Raise the error that ends the member if one was heard that does not pass."""
@@ -104,12 +106,16 @@ class MemberClients:
     def judge(self, error: KafkaError, message: Message) -> None:
         """Raise the error that ends the member for this one, which came as a message; otherwise see ``lost``."""
         if is_fatal(error) and is_fenced(error):
-            self.lost = error
+            self._fenced = error
             return
         if self._may_pass(error):
             return
-        part = "" if message.topic() is None else f", {message.topic()}-{message.partition()}"
-        found = of_kafka(fatal_cause(error), f"Kafka, group {self._group}{part}")
+        about = f"Kafka, group {self._group}"
+        if (topic := message.topic()) is not None:
+            # A number below 0: all partitions.
+            number = message.partition()
+            about += f", {topic}" if number is None or number < 0 else f", {topic}-{number}"
+        found = of_kafka(fatal_cause(error), about)
         if not isinstance(found, ConsumerUnavailable):
             raise self._refused(str(found))
         if is_fatal(error):

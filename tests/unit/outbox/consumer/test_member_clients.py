@@ -25,6 +25,7 @@ REFUSED = KafkaError(KafkaError._AUTHENTICATION, "SASL authentication error: Aut
 TIMED_OUT = KafkaError(KafkaError._TIMED_OUT, "no answer in time")
 MESSAGE = cast("Message", SimpleNamespace(topic=lambda: "t", partition=lambda: 3))
 ABOUT_ALL = cast("Message", SimpleNamespace(topic=lambda: None, partition=lambda: None))
+ABOUT_TOPIC = cast("Message", SimpleNamespace(topic=lambda: "t", partition=lambda: -1))
 
 
 class Made:
@@ -62,8 +63,9 @@ def test_what_ends_the_member(error, said):
     made = Made()
     with pytest.raises(Ended, match=f"^Kafka, group g, t-3: .*{said}.*Nothing was skipped$"):
         made.clients.judge(error, MESSAGE)
-    with pytest.raises(Ended, match=f"^Kafka, group g: .*{said}"):
-        made.clients.judge(error, ABOUT_ALL)
+    for message, about in ((ABOUT_ALL, ""), (ABOUT_TOPIC, ", t")):
+        with pytest.raises(Ended, match=f"^Kafka, group g{about}: .*{said}"):
+            made.clients.judge(error, message)
 
 
 @pytest.mark.parametrize("code", [KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID])
