@@ -218,6 +218,8 @@ def test_what_is_hidden_is_hidden_here_too(serve, environment, letters, monkeypa
     asked = json.loads(post(page, "/dead-letters/relay/discard", {"event_id": letters, "reason": "why"}).text)
     post(page, "/dead-letters/relay/discard", {"event_id": letters, "reason": "why", "confirmed": asked["confirmed"]})
     letters = failure(environment)
+    call = {"grp": "sums", "topic": "orders", "request": Jsonb({"card": SECRET}), "response": Jsonb(SECRET)}
+    put(environment, "consumer.reservations", **call)
     values = {"event_id": letters, "group": "sums"}
     for path, operations in get(page, "/openapi.json")["paths"].items():
         if "get" in operations:
@@ -225,6 +227,8 @@ def test_what_is_hidden_is_hidden_here_too(serve, environment, letters, monkeypa
             text = json.dumps(get(page, address))
             assert not [one for one in (SECRET, password, SECRET.encode().hex()) if one in text], address
             assert "payload" not in text.replace("payload_", "") or "/system" in address, address
+    assert len(get(page, "/consumers")["calls"][1]) == 1
+    assert get(serve(payloads="shown").sign_in(), "/consumers")["calls"][1][0]["request"] == {"card": SECRET}
 
 
 def test_numbers_of_any_size_and_halves_of_characters_are_shown(serve, environment):
