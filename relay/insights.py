@@ -15,9 +15,11 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
+from psycopg.types.json import set_json_loads
 
 from outbox._clients.counting import counted
 from outbox._clients.visible import VisibleTables
+from outbox.external import exact_json
 from relay.core.pauses import Paused, Pauses, Scope, ScopeKind
 from relay.database import one_snapshot, unavailable_on_error
 from relay.lanes import source_problem
@@ -361,6 +363,8 @@ def read_rows(
 ) -> list[dict[str, Any]]:
     """Return the rows of a statement for an operator who waits for them: it is cancelled after 10 s.
 
+    Values of JSON may have Decimals: see ``exact_json``.
+
     Raises Unavailable, also when it takes too long, and SchemaError without the tables or the rights.
     """
     with (
@@ -368,6 +372,7 @@ def read_rows(
         connection.transaction(),
         connection.cursor(row_factory=dict_row) as cursor,
     ):
+        set_json_loads(exact_json.loads, cursor)
         cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
         return cursor.execute(sql.SQL(statement).format(**names), values).fetchall()
 

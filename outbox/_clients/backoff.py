@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Final
 
 FIRST: Final = 0.2
 """The first pause, in seconds, of clients without a setting for it."""
+AWAY: Final = (0.1, 5.0)
+"""The first and the longest pause, in seconds, of a member of a Kafka group."""
 _MOST_DOUBLED: Final = 60
 
 
@@ -18,3 +21,8 @@ def doubled(earlier: int, first: float, longest: float) -> float:
 def jittered(seconds: float) -> float:
     """Return a random time between the half and the whole of a pause."""
     return seconds * random.uniform(0.5, 1.0)  # noqa: S311  no secret
+
+
+def pause(stop: threading.Event, failures: int) -> None:
+    """Wait as a member of a Kafka group does after this number of earlier failures; at most until ``stop`` is set."""
+    stop.wait(jittered(doubled(failures, *AWAY)))

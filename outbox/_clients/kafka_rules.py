@@ -134,6 +134,14 @@ def is_fenced(error: KafkaError) -> bool:
     return fatal_cause(error).code() in {Codes.FENCED_INSTANCE_ID, Codes.UNRELEASED_INSTANCE_ID}
 
 
+def refuses_credentials(error: KafkaError) -> bool:
+    """Return whether a connection's credentials were refused: see ``LastingRefusal`` for when that is final."""
+    from confluent_kafka import KafkaError as Codes
+
+    # A documented name, in spite of the underscore.
+    return error.code() in {Codes._AUTHENTICATION, Codes.SASL_AUTHENTICATION_FAILED}  # noqa: SLF001
+
+
 REFUSED_SECONDS: Final = 300.0
 """How long Kafka may refuse the credentials, which may be changing at the moment."""
 # librdkafka reports the same failure of a broker's connections every 30 s. What is further apart is another refusal.
@@ -158,9 +166,7 @@ class LastingRefusal:
 
     def hear(self, error: KafkaError) -> bool:
         """Note an error of the client's ``error_cb`` or of a request; return whether it is such a refusal."""
-        from confluent_kafka import KafkaError as Codes
-
-        if error.code() not in {Codes._AUTHENTICATION, Codes.SASL_AUTHENTICATION_FAILED}:  # noqa: SLF001
+        if not refuses_credentials(error):
             return False
         now = self._clock()
         if self._first is None or now - self._last > _APART_SECONDS:

@@ -23,5 +23,6 @@ def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
         }.get(error.code(), "the credentials and the ACLs")
         return NotAuthorized(f"{text}; look at {look_at}. Nothing was skipped")
     if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
-        return CorruptRecords(f"{text}. Nothing was skipped")
+        mend = "if another replica has the records whole, make it the leader"
+        return CorruptRecords(f"{text}; {mend}. Nothing was skipped")
     return ConsumerUnavailable(text)

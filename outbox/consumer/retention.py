@@ -49,6 +49,9 @@ _TRY_LOCK: Final = """
 SELECT pg_try_advisory_xact_lock(hashtextextended('outbox ids ' || %s::text, 0)),
        set_config('lock_timeout', %s, true)"""
 _AHEAD: Final = 3
+_AT_ONCE: Final = 100
+"""Partitions that one transaction creates. Each takes four places in the server's lock table until COMMIT, which by
+default has 6,400; when it is full, any statement of any session may fail."""
 # Below deadlock_timeout's default of 1 s, so that maintenance gives up before a task is cancelled.
 _GIVE_WAY: Final = "500ms"
 _MOST_HELD: Final = 3
@@ -117,7 +120,7 @@ SELECT count(*) FROM ({stray}) AS old JOIN {processed_messages_default} AS p ON 
 _OWNER: Final = "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = {parent}::regclass"
 
 _BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected)
-_FAILURES: Final = (*_BUSY, errors.InsufficientPrivilege)
+_FAILURES: Final = (*_BUSY, errors.InsufficientPrivilege, errors.OutOfMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +164,14 @@ class IdRetention:
         By the database's clock. One query if all exist. A day that has rows in the default partition stays there, which
         is correct but slower to forget.
         """
-        with self._transaction() as connection:
-            if not self._missing(connection):
-                return RetentionResult()
-            connection.execute("SET LOCAL statement_timeout = '5s'; SET LOCAL lock_timeout = '3s'")
-            made = []
-            try:
-                connection.execute(_LOCK, (self._schema,))
-                connection.execute("SET LOCAL lock_timeout = '1s'")
-                for low in self._missing(connection):
-                    name = _named(low)
-                    if self._make(connection, name, low):
-                        made.append(name)
-            except _FAILURES as error:
-                return RetentionResult(**_why([error]))
-        return RetentionResult(made=tuple(made))
+        made: list[str] = []
+        tried: set[dt.date] = set()
+        try:
+            while (names := self._make_step(tried)) is not None:
+                made += names
+        except _FAILURES as error:
+            return RetentionResult(made=tuple(sorted(made)), **_why([error]))
+        return RetentionResult(made=tuple(sorted(made)))
 
     def forget(self) -> RetentionResult:
         """Drop the partitions of old days, and delete such rows from the default partition.
@@ -242,11 +238,11 @@ class IdRetention:
             values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
             stray = statement(self._schema, STRAY)
             return RetentionResult(
-                made=[
+                made=sorted(
                     _named(day)
                     for day in self._missing(connection)
                     if not self._value(connection, _DEFAULT_HOLDS, {"day": day})
-                ],
+                ),
                 dropped=[
                     name
                     for name, _ in old
@@ -284,12 +280,25 @@ class IdRetention:
     def _missing(self, connection: psycopg.Connection[Any]) -> list[dt.date]:
         today = self._today(connection)
         ranges = self._ranges(connection)
-        days = [today + dt.timedelta(days=ahead) for ahead in range(-self._keep_days, _AHEAD + 1)]
+        # The days of new messages first.
+        days = [today + dt.timedelta(days=ahead) for ahead in range(_AHEAD, -self._keep_days - 1, -1)]
         return [
             day
             for day in (NO_TIME, *days)
             if not any((low is None or low <= day) and (high is None or day < high) for _, low, high in ranges)
         ]
+
+    def _make_step(self, tried: set[dt.date]) -> list[str] | None:
+        """Try some of the missing days that were not tried, and return the new partitions; None if none is missing."""
+        with self._transaction() as connection:
+            if tried.issuperset(self._missing(connection)):
+                return None
+            connection.execute("SET LOCAL statement_timeout = '5s'; SET LOCAL lock_timeout = '3s'")
+            connection.execute(_LOCK, (self._schema,))
+            connection.execute("SET LOCAL lock_timeout = '1s'")
+            days = [day for day in self._missing(connection) if day not in tried][:_AT_ONCE]
+            tried.update(days)
+            return [_named(day) for day in days if self._make(connection, _named(day), day)]
 
     def _make(self, connection: psycopg.Connection[Any], name: str, low: dt.date) -> bool:
         try:

@@ -412,9 +412,12 @@ class ReservationAdmin:
         self._schema = schema
 
     def find(self, chosen: Chosen, states: Sequence[str] = ("stuck",), most: int = 100) -> list[dict[str, Any]]:
-        """Return the reservations in these states, and those in conflict; the oldest first."""
+        """Return the reservations in these states, and those in conflict; the oldest first.
+
+        Requests and responses may have Decimals: see ``exact_json``.
+        """
         values = {"grp": chosen.group, "name": chosen.name, "states": list(states), "most": most}
-        with self._connection.cursor(row_factory=dict_row) as cursor:
+        with _reading(self._connection) as cursor:
             return cursor.execute(statement(self._schema, _LIST), values).fetchall()
 
     def counts(self, chosen: Chosen) -> dict[str, int]:

@@ -17,7 +17,7 @@ from uuid import UUID
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from outbox._clients.backoff import doubled, jittered
+from outbox._clients.backoff import AWAY, doubled, jittered
 from outbox.consumer.delays import TopicDelays, sampled, written_at
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
@@ -38,9 +38,6 @@ from outbox.inbox.ids import message_id
 Handler = Callable[[psycopg.Connection[Any], KafkaMessage], None]
 
 _logger: Final = logging.getLogger("outbox.inbox")
-
-AWAY: Final = (0.1, 5.0)
-"""The first and the longest pause while Postgres or Kafka is away."""
 
 
 @dataclass(frozen=True, slots=True)

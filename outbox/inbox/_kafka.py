@@ -10,10 +10,8 @@ from confluent_kafka import KafkaError
 
 from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
-from outbox._clients.kafka_rules import fatal_cause
-from outbox.consumer.errors import ConsumerError, ConsumerUnavailable
+from outbox.consumer.errors import ConsumerError
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
-from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.losses import find_losses
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.errors import ConfigurationError
@@ -44,7 +42,8 @@ def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:
     for name, value in ours.items():
         if name in given and str(given[name]).lower() != str(value).lower():
             raise ConfigurationError(f"kafka option {name}={given[name]}: the inbox needs {value}; leave it out")
-    return {**completed, **ours}
+    # librdkafka's default compares no checksums.
+    return {"check.crcs": True, **completed, **ours}
 
 
 class Admin:
@@ -83,18 +82,6 @@ def _failing(doing: str) -> Iterator[None]:
         raise KafkaFailed(f"Kafka has no topic {' or '.join(error.topics)}; create it") from error
     except ConsumerError as error:
         raise KafkaFailed(f"Kafka, {doing}: {error}") from error
-
-
-def failure(error: KafkaError, about: str = "Kafka") -> KafkaFailed | None:
-    """Return the error that ends the consumer; None for an error from which librdkafka recovers by itself."""
-    found = of_kafka(error, about)
-    return None if isinstance(found, ConsumerUnavailable) else KafkaFailed(str(found))
-
-
-def fatal_failure(error: KafkaError) -> KafkaFailed:
-    """Return the error that ends the consumer after a fatal one. A new client would be refused in the same way."""
-    look_at = "look at the group options, the brokers' version and the ACLs. Nothing was skipped"
-    return failure(fatal_cause(error)) or KafkaFailed(f"Kafka: {error.str()}; {look_at}")
 
 
 def lost(losses: Sequence[Loss], positions: Mapping[Partition, StoredOffset], group: str) -> PositionLost:

@@ -26,15 +26,10 @@ has stored for the group.
 | Postgres away, without disk, memory or      | nothing is applied; retried with backoff, and Kafka is still polled  |
 |   connections                               |                                                                      |
 | Kafka away                                  | nothing comes; librdkafka connects again                             |
-| … or it refuses the credentials             | the same; KafkaFailed once that has lasted for REFUSED_SECONDS, and  |
-|                                             | no message came                                                      |
-| … until certificates are renewed            | a new member: librdkafka reads them when a client is made            |
-| another member has its `group.instance.id`, | librdkafka's client is of no more use: a new member, after a pause   |
-|   or a broker says so once it has restarted | of at most 5 s. A probe sees why, until Kafka assigns it something   |
-| partitions are added while a member with    | the first of these members leaves the group, and joins it again: see |
-|   such a name is away that led the group    | ``consumer.static_groups``                                           |
-| librdkafka gives up for another reason, as  | KafkaFailed: a new client would be refused in the same way           |
-|   with `group.protocol=consumer` for rights |                                                                      |
+| … or it refuses the client                  | see ``consumer.member_clients``; its end is KafkaFailed              |
+| partitions are added while a member with a  | the first of these members leaves the group, and joins it again: see |
+|   ``group.instance.id``, which led the      | ``consumer.static_groups``                                           |
+|   group, is away                            |                                                                      |
 | Postgres fails over to a replica that lacks | effects, ids and positions go back together: all is read again       |
 |   the last transactions                     |                                                                      |
 | … and the old primary goes on, unnoticed    | each session is replaced after five minutes, and finds the new one   |
@@ -56,7 +51,6 @@ At-most-once, see ``_at_most_once``.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -66,29 +60,26 @@ from typing import Any, Final, cast
 
 import confluent_kafka
 import psycopg
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
-from outbox._clients.backoff import doubled, jittered
+from outbox._clients.backoff import pause
 from outbox._clients.callbacks import raising
-from outbox._clients.kafka import Certificates
-from outbox._clients.kafka_rules import LastingRefusal, is_fatal, is_fenced, is_refusal
 from outbox.consumer.delays import TopicDelays
 from outbox.consumer.kafka_admin import of_known_topics
+from outbox.consumer.member_clients import MemberClients
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition, StoredOffset
 from outbox.consumer.stalled import Watch
 from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
 from outbox.inbox import _kafka
-from outbox.inbox._applier import AWAY, Applier, Handler, Settings
+from outbox.inbox._applier import Applier, Handler, Settings
 from outbox.inbox._assigned import Assigned, size_of
 from outbox.inbox._at_most_once import AtMostOnceApplier
 from outbox.inbox._message import KafkaMessage
 from outbox.inbox._session import Session
 from outbox.inbox._waiting import WaitingLetters
 from outbox.inbox.errors import KafkaFailed
-
-_logger: Final = logging.getLogger("outbox.inbox")
 
 _POLL_SECONDS: Final = 0.5
 _TURN_SECONDS: Final = 1.0
@@ -113,7 +104,13 @@ class Member:
     """One run of a consumer: a member of Kafka's group, its partitions, and its session of Postgres."""
 
     def __init__(
-        self, settings: Settings, handler: Handler, stopping: Event, watch: Watch, delays: TopicDelays
+        self,
+        settings: Settings,
+        handler: Handler,
+        stopping: Event,
+        watch: Watch,
+        delays: TopicDelays,
+        clients: MemberClients,
     ) -> None:
         self._settings = settings
         self._watch = watch
@@ -138,30 +135,20 @@ class Member:
             settings, self._session, handler, watch, delays, log_end=self._log_end, reclaim_seconds=reclaim_seconds
         )
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
-        # A broker that refuses the client sends no message: librdkafka would retry forever.
-        self._refusal: KafkaFailed | None = None
-        self._refused = LastingRefusal()
         self._joined_at = math.inf
-        self._certificates = Certificates(options)
-        self._fatal: KafkaError | None = None
-        self._kafka = confluent_kafka.Consumer({**options, "error_cb": self._noted})
+        self._clients = clients
+        self._kafka = confluent_kafka.Consumer({**options, "error_cb": clients.hear})
 
-    def run(self) -> bool:
-        """Consume until ``stopping``. Returns whether a new member must go on: this one's client is of no more use."""
+    def run(self) -> KafkaError | None:
+        """Consume until ``stopping``, or until an error behind which a new member must go on: it is returned."""
         self._note_unassigned()
         self._joined_at = time.monotonic() + _SILENT_SECONDS
         self._subscribe()
         while not self._stopping.is_set():
             self._fetch()
-            if (refused := self._refused.believed) is not None:
-                self._refusal = _kafka.failure(refused)
-            if self._refusal is not None:
-                raise self._refusal
-            if (failed := self._certificates.failed or self._fatal) is not None:
-                _logger.warning("kafka: a new client goes on: %s", failed.str())
-                self._watch.unassigned(self._settings.topics)
-                self._watch.not_joined(failed.str())
-                return True
+            self._clients.check()
+            if self._clients.lost is not None:
+                return self._clients.lost
             until = time.monotonic() + _TURN_SECONDS
             for part in list(self._parts.values()):
                 self._note(part)
@@ -174,7 +161,7 @@ class Member:
         if self._generation is not None:
             with suppress(psycopg.Error), self._session.transaction() as connection:
                 self._group.end(connection, self._generation)
-        return False
+        return None
 
     def _subscribe(self) -> None:
         self._kafka.subscribe(
@@ -215,7 +202,7 @@ class Member:
             received = cast("KafkaMessage", message)
             part = self._parts.get((received.topic(), received.partition()))
             if error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  a documented name
-                self._refused.forget()
+                self._clients.worked()
             if error is not None:
                 self._kafka_error(part, received, error)
             elif part is not None:
@@ -256,38 +243,15 @@ class Member:
         elif code in _kafka.OUT_OF_RANGE:
             if part is not None:
                 part.cut_off = True
-        elif is_fatal(error):
-            if not is_fenced(error):
-                raise _kafka.fatal_failure(error)
-            self._fatal = error
-        elif self._passing(error):
-            return
-        elif (failed := _kafka.failure(error, f"Kafka, {part.name}" if part is not None else "Kafka")) is not None:
-            raise failed
         else:
-            # Brokers that are away, a topic that is not there yet, a poll that came too late: librdkafka goes on.
-            _logger.warning("kafka: %s", error.str())
-            self._watch.not_joined(error.str())
-
-    def _noted(self, error: KafkaError) -> None:
-        if not self._passing(error) and is_refusal(error):
-            self._refusal = _kafka.failure(error)
-        self._certificates.hear(error)
-
-    def _passing(self, error: KafkaError) -> bool:
-        """Return whether an error refuses the credentials: that may pass, and is believed when it has lasted."""
-        if not self._refused.hear(error):
-            return False
-        _logger.warning("kafka: %s", error.str())
-        self._watch.not_joined(error.str())
-        return True
+            self._clients.judge(error, cast("Message", message))
 
     def _assigned(self, kafka: Any, assigned: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         partitions = [(one.topic, one.partition) for one in assigned]
         claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] | None = None
         self._watch.assigned({*self._parts, *partitions})
-        self._refused.forget()
+        self._clients.worked()
         for partition in partitions:
             self._watch.waits(partition, None)
         attempt = 0
@@ -299,7 +263,7 @@ class Member:
                 if isinstance(error, KafkaFailed) and attempt >= _CLAIM_ATTEMPTS:
                     raise
                 self._applier.interrupted(error, "claiming partitions", partitions)
-                self._stopping.wait(jittered(doubled(attempt - 1, *AWAY)))
+                pause(self._stopping, attempt - 1)
         parts = [] if claimed is None else [self._assign(partition, claimed.get(partition)) for partition in partitions]
         if leaderless := [part for part in parts if part.position is None]:
             self._applier.postpone(leaderless, _leaderless(leaderless), "claiming partitions")

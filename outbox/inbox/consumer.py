@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,31 +12,33 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import psycopg
 
-from outbox._clients.backoff import doubled, jittered
 from outbox.consumer import connections
 from outbox.consumer.delays import APPLY_DELAY, APPLY_DELAY_HELP, TopicDelays
 from outbox.consumer.groups import GroupStore
+from outbox.consumer.member_clients import MemberClients
 from outbox.consumer.model import DEFAULT_SCHEMA
 from outbox.consumer.stalled import StalledPartition, Watch
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
-from outbox.inbox._applier import AWAY, Handler, Settings
+from outbox.inbox._applier import Handler, Settings
 from outbox.inbox._letters import Letters
 from outbox.inbox._member import Member
 from outbox.inbox._once import check_name
+from outbox.inbox.errors import KafkaFailed
 from outbox.stopping import Stopping
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from confluent_kafka import KafkaError
     from prometheus_client.core import HistogramMetricFamily
 
 OnFailure = Literal["stop", "dead-letter"]
 Start = Literal["earliest", "latest"]
 Delivery = Literal["exactly-once", "at-most-once"]
 
-_SHORT_SECONDS: Final = 60.0
-"""A member that has run for less was replaced too soon: the pause before the next one is longer."""
+_logger: Final = logging.getLogger("outbox.inbox")
+
 _LONGEST_IDLE: Final = 2_147_483
 """Postgres counts the milliseconds of a time limit in 32 bits."""
 
@@ -176,22 +178,17 @@ class Consumer:
         cause is gone.
         """
         with self._signals():
-            again, quick = True, 0
-            try:
-                while again:
-                    began = time.monotonic()
-                    member = Member(self._settings, handler, self._stopping, self._watch, self._delays)
-                    try:
-                        again = member.run()
-                    finally:
-                        member.close()
-                    quick = quick + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
-                    if again:
-                        self._stopping.wait(jittered(doubled(quick, *AWAY)))
-            finally:
-                self._watch.assigned(())
+            clients = MemberClients(self._settings.options, self._settings.topics, self._watch, _logger, KafkaFailed)
+            clients.run(partial(self._member, handler, clients), self._stopping)
             # Not behind an error: who runs it again then has not seen that it was to stop.
             self._stopping.clear()
+
+    def _member(self, handler: Handler, clients: MemberClients) -> KafkaError | None:
+        member = Member(self._settings, handler, self._stopping, self._watch, self._delays, clients)
+        try:
+            return member.run()
+        finally:
+            member.close()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from outbox._clients.schema_registry import check_options, open_client
 from outbox.errors import ConfigurationError, MissingExtra, SchemaRefused, SchemaRegistryUnavailable
+
+if TYPE_CHECKING:
+    from confluent_kafka.schema_registry import SchemaRegistryClient
 
 _UNKNOWN_SUBJECT: Final = 40401
 _UNKNOWN_SCHEMA: Final = 40403
@@ -31,17 +35,28 @@ class Definition:
 
 
 class Client:
-    """Finds the ids of schemas, and caches them. Safe to share among threads."""
+    """Finds the ids of schemas, and caches them. Safe to share among threads, and in processes that fork."""
 
     def __init__(self, url: str, options: Mapping[str, Any], *, auto_register: bool) -> None:
         check_options(url, options, ConfigurationError)
         self._url = url
         self._auto_register = auto_register
         self._found: dict[tuple[str, Definition], tuple[int, int | None]] = {}
+        self._options = {**_IMPATIENT, **options}
         try:
-            self._client = open_client(url, {**_IMPATIENT, **options}, ConfigurationError)
+            # Also says which options it does not take.
+            self._opened = os.getpid(), open_client(url, self._options, ConfigurationError)
         except ImportError as error:
             raise MissingExtra("registry", error.name or "confluent-kafka") from error
+
+    @property
+    def _client(self) -> SchemaRegistryClient:
+        """This process's client: forks that share a connection would read each other's answers."""
+        pid, client = self._opened
+        if pid != os.getpid():
+            client = open_client(self._url, self._options, ConfigurationError)
+            self._opened = os.getpid(), client
+        return client
 
     def schema_id(self, subject: str, definition: Definition) -> int:
         """Return the id of a subject's schema; with ``auto_register``, register it first.
@@ -73,6 +88,9 @@ class Client:
             raise self._away(error) from error
         if known.schema_id is None:
             raise self._away(ValueError("the answer has no id"))
+        # A registry may put a context in front: ":.context:subject".
+        if known.subject is not None and not f":{known.subject}".endswith(f":{subject}"):
+            raise self._away(ValueError(f"asked for subject {subject}, it answered for {known.subject}"))
         return known.schema_id, known.version
 
     def _refused(self, subject: str, schema: Any, error: Any) -> Exception:

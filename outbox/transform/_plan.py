@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from typing import Any, Final
 
 from confluent_kafka import TopicPartition
 
-from outbox._clients.backoff import doubled, jittered
 from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -21,7 +19,6 @@ from outbox.transform.records import Transform
 
 MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
-_LONGEST_PAUSE: Final = 10.0
 _ADMIN_SECONDS: Final = 30.0
 # The most that librdkafka takes.
 _MESSAGE_MAX_BYTES: Final = 1_000_000_000
@@ -96,14 +93,10 @@ def client_options(
         # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
         "topic.metadata.propagation.max.ms": int(min(MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
     }
-    return {**completed, **reading}, {**tuned, **completed, **writing}
+    # librdkafka's default compares no checksums.
+    return {"check.crcs": True, **completed, **reading}, {**tuned, **completed, **writing}
 
 
 def admin(options: Mapping[str, Any]) -> KafkaAdmin:
     """Return what asks for topics and the group, with the consumer's options."""
     return KafkaAdmin(without_callbacks(options), seconds=_ADMIN_SECONDS)
-
-
-def pause(stop: threading.Event, failures: int) -> None:
-    """Wait, for longer after more failures, but at most until ``stop`` is set."""
-    stop.wait(jittered(doubled(failures, 0.1, _LONGEST_PAUSE)))

@@ -12,19 +12,18 @@ from typing import Any, Final, Self
 
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
+from outbox._clients.backoff import pause
 from outbox._clients.callbacks import raising
-from outbox._clients.kafka import Certificates
-from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds, is_fatal
+from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds
 from outbox._clients.threads import within
-from outbox.consumer.errors import CorruptRecords
-from outbox.consumer.kafka_errors import of_kafka
+from outbox.consumer.member_clients import MemberClients
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
 from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
-from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, admin, pause
+from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, admin
 from outbox.transform._positions import (
     answered,
     beginning,
@@ -67,8 +66,9 @@ _HIDDEN: Final = "does not exist, or the client may not DESCRIBE it; create it, 
 class Session:
     """A consumer and a producer, until an error that makes a new pair necessary."""
 
-    def __init__(self, plan: Plan, progress: Progress, stop: threading.Event) -> None:
+    def __init__(self, plan: Plan, progress: Progress, stop: threading.Event, clients: MemberClients) -> None:
         self._plan = plan
+        self._clients = clients
         self._progress = progress
         self._stop = stop
         self._messages: list[Message] = []
@@ -84,13 +84,12 @@ class Session:
         self._apart_until: float | None = None
         self._clean_seconds = clean_seconds(plan.producer)
         self._stuck = False
-        self._certificates = Certificates(plan.consumer)
 
     def __enter__(self) -> Self:
         try:
-            self._producer, self._firsts = Producer(dict(self._plan.producer)), self._first_records()
             options = self._plan.consumer
-            self._consumer = Consumer({**options, "error_cb": raising(self._certificates.hear)})
+            self._make_producer()
+            self._consumer = Consumer({**options, "error_cb": self._clients.hear})
             kafka = admin(options)
             self._topic_ids, self._static = TopicIds(kafka.describe), StaticGroup(self._plan.group, options, kafka)
         except KafkaException as error:
@@ -101,12 +100,8 @@ class Session:
         # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
         self._purge()
-        del (
-            self._consumer,
-            self._producer,
-            self._topic_ids,
-            self._static,
-        )  # they end now, although callbacks and tracebacks may keep this session
+        # They end now, although callbacks and tracebacks may keep this session.
+        del self._consumer, self._producer, self._topic_ids, self._static
 
     def _purge(self) -> None:
         # The callback of an undelivered record would keep this session and its clients.
@@ -145,41 +140,35 @@ class Session:
         size = 0
         while len(self._messages) < self._progress.batch and size < _BATCH_BYTES and not self._stop.is_set():
             message = self._consumer.poll(_POLL_SECONDS if until is None else max(until - time.monotonic(), 0.0))
-            if self._certificates.failed is not None:
-                raise KafkaException(self._certificates.failed)
             if message is not None and (error := message.error()) is not None:
-                if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
-                    self._ends[partition_of(message)] = message.offset() or 0
-                else:
-                    self._refuse(error, message)
-            elif message is not None:
+                self._judge(error, message)
+            self._clients.check()
+            if self._clients.lost is not None:
+                raise KafkaException(self._clients.lost)
+            if message is None:
+                if until is None or time.monotonic() >= until:
+                    return
+            elif message.error() is None:
+                self._clients.worked()
                 self._messages.append(checked(message))
                 size += len(message.value() or b"")
                 until = until or time.monotonic() + self._plan.batch_seconds
-            elif until is None or time.monotonic() >= until:
-                return
 
-    def _refuse(self, error: KafkaError, message: Message) -> None:
-        """Raise for an error of the consumer that does not pass by itself; it came as this message."""
+    def _judge(self, error: KafkaError, message: Message) -> None:
+        """Note the end of a partition. Raise for an error that does not pass by itself."""
         code = error.code()
-        part = "" if message.topic() is None else f", {message.topic()}-{message.partition()}"
-        found = of_kafka(error, f"group {self._plan.group!r}{part}")
-        if code == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
+        if code == KafkaError._PARTITION_EOF:  # noqa: SLF001
+            self._clients.worked()
+            self._ends[partition_of(message)] = message.offset() or 0
+        elif code == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
             raise InputLost(
                 f"group {self._plan.group!r}: {error.str()}; the messages at its position are gone. Nothing was "
                 "skipped: see where the log begins, and set the group's offsets by hand"
             )
-        if code in _MISSING:
+        elif code in _MISSING:
             self._require_topics()
-        elif isinstance(found, CorruptRecords):
-            # librdkafka would read on behind a wrong checksum, and fetch what it can't decompress again for good.
-            raise KafkaRefused(f"{found}. If another replica has the records whole, make it the leader; run again")
-        elif is_fatal(error) or is_refused(error):
-            raise KafkaException(error)
         else:
-            # librdkafka goes on by itself, as behind a connection that broke, or joins the group again.
-            _logger.warning("group %s: %s", self._plan.group, error.str())
-            self._progress.watch.not_joined(error.str())
+            self._clients.judge(error, message)
 
     def _require_topics(self) -> None:
         """Raise KafkaRefused if a topic is missing or hidden, and still is after a while."""
@@ -204,6 +193,7 @@ class Session:
         self._messages.clear()
         self._go_to_committed(partitions)
         self._membership = consumer.consumer_group_metadata()
+        self._clients.worked()
         # Here and not when partitions are taken away: behind an error the next session may get the same ones.
         self._progress.watch.assigned({(each.topic, each.partition) for each in partitions})
 
@@ -375,7 +365,7 @@ class Session:
         """
         self._purge()
         apart = {} if self._apart_until is None else {"batch.num.messages": 1}
-        self._producer, self._firsts = Producer({**self._plan.producer, **apart}), self._first_records()
+        self._make_producer(**apart)
         self._until_known(lambda: self._producer.init_transactions(_SECONDS))
 
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
@@ -445,8 +435,9 @@ class Session:
         if cold is not None:
             firsts.sent(record.topic, cold)
 
-    def _first_records(self) -> FirstRecords:
-        return FirstRecords(
+    def _make_producer(self, **apart: int) -> None:
+        self._producer = Producer({**self._plan.producer, **apart, "error_cb": self._clients.hear})
+        self._firsts = FirstRecords(
             self._plan.producer["partitioner"],
             self._partitions,
             lambda: self._producer.flush(_POLL_SECONDS),
@@ -479,13 +470,10 @@ class Session:
         wait for good (librdkafka's issues 5456 and 5511). A thread can't be ended: it keeps its producer, and a new
         session goes on with another one.
         """
-
-        def send() -> None:
-            self._producer.send_offsets_to_transaction(positions, self._membership, _SECONDS)
-
+        send = self._producer.send_offsets_to_transaction
         try:
             # By then the coordinator is about to abort the transaction.
-            within(self._plan.transaction_seconds, send)
+            within(self._plan.transaction_seconds, lambda: send(positions, self._membership, _SECONDS))
         except TimeoutError:
             self._stuck = True
             text = f"send_offsets_to_transaction has not returned in {self._plan.transaction_seconds:g} s"
@@ -502,11 +490,15 @@ class Session:
             try:
                 step()
             except KafkaException as error:
-                if not error.args[0].retriable() or self._stop.is_set() or self._certificates.replaced():
+                if not error.args[0].retriable() or self._stop.is_set() or self._clients.certificates_replaced():
                     raise
+                # The callback hears what this error does not say, as that a password is refused.
+                self._producer.poll(0)
+                self._clients.check()
                 _logger.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
                 once = False
             else:
+                self._clients.worked()
                 return once and time.monotonic() - began < seconds
 
     def _abort(self) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from confluent_kafka import KafkaError, Message
 
-from outbox._clients.kafka_rules import is_refusal
+from outbox._clients.kafka_rules import is_refusal, refuses_credentials
 from outbox.errors import OutboxError
 
 # In addition to those of credentials and rights: they last until rights, settings or topics are changed.
@@ -42,5 +42,5 @@ class KafkaRefused(OutboxError):
 
 
 def is_refused(error: KafkaError) -> bool:
-    """Return whether Kafka refuses an operation until rights, settings or topics are changed."""
-    return is_refusal(error) or error.code() in _REFUSALS
+    """Return whether Kafka refuses an operation until rights, settings or topics are changed; not for credentials."""
+    return error.code() in _REFUSALS or (is_refusal(error) and not refuses_credentials(error))

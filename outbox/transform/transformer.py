@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Literal
 
-from confluent_kafka import KafkaException
+from confluent_kafka import KafkaError, KafkaException
 
+from outbox.consumer.member_clients import MemberClients
 from outbox.consumer.stalled import StalledPartition
 from outbox.errors import ConfigurationError
 from outbox.stopping import Stopping
-from outbox.transform._plan import Plan, Progress, client_options, pause
+from outbox.transform._plan import Plan, Progress, client_options
 from outbox.transform._session import Session
 from outbox.transform.errors import KafkaRefused, is_refused
 from outbox.transform.records import Transform
@@ -95,24 +97,18 @@ class Transformer:
         Raises TransformFailed, InputLost or KafkaRefused; nothing of the transaction under way is committed then. And
         ConfigurationError for an option that librdkafka does not take.
         """
-        try:
-            self._run(stop or Stopping())
-        finally:
-            self._progress.watch.assigned(())
+        stop = stop or Stopping()
+        clients = MemberClients(self._plan.consumer, self._plan.topics, self._progress.watch, _logger, KafkaRefused)
+        clients.run(partial(self._session, stop, clients), stop)
 
-    def _run(self, stop: threading.Event) -> None:
-        failures = 0
-        while not stop.is_set():
-            before = self.committed
-            try:
-                with Session(self._plan, self._progress, stop) as session:
-                    session.run()
-            except KafkaException as error:
-                inner = error.args[0]
-                if is_refused(inner):
-                    raise KafkaRefused(f"Kafka refuses group {self._plan.group!r}: {inner.str()}") from error
-                failures = 0 if self.committed > before else failures + 1
-                _logger.warning("group %s starts a new session: %s", self._plan.group, inner.str())
-                self._progress.watch.failed(None, inner.str())
-                self._progress.watch.not_joined(inner.str())
-                pause(stop, failures)
+    def _session(self, stop: threading.Event, clients: MemberClients) -> KafkaError | None:
+        """Run one session; return the error that made a new one necessary."""
+        try:
+            with Session(self._plan, self._progress, stop, clients) as session:
+                session.run()
+        except KafkaException as error:
+            inner: KafkaError = error.args[0]
+            if is_refused(inner):
+                raise KafkaRefused(f"Kafka refuses group {self._plan.group!r}: {inner.str()}") from error
+            return inner
+        return None

@@ -8,10 +8,10 @@ from __future__ import annotations
 import base64
 import dataclasses
 import datetime as dt
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Final
 from uuid import UUID
 
@@ -19,6 +19,7 @@ import orjson
 from starlette.responses import Response
 
 from outbox import __version__
+from outbox.external import exact_json
 from relay.page.schemas import Schema, Schemas
 
 PREFIX: Final = "/api"
@@ -62,8 +63,8 @@ def answer(values: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def json_of(values: object) -> str:
-    """Return values of the page as JSON. Numbers from JSON in a table may have any size."""
-    return json.dumps(values, default=_plain, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    """Return values of the page as JSON. Numbers from JSON in a table may have any size, and are not rounded."""
+    return exact_json.dumps(values, default=_plain, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 def _plain(value: Any) -> Any:
@@ -72,7 +73,8 @@ def _plain(value: Any) -> Any:
             return value.isoformat()
         case dt.timedelta():
             return value.total_seconds()
-        case UUID():
+        case UUID() | Decimal():
+            # Of the numbers only those that would have very many zeros.
             return str(value)
         case bytes() | memoryview():
             return base64.b64encode(value).decode()

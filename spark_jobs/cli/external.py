@@ -86,6 +86,9 @@ def list_reservations(
     as_json: AsJson = False,
 ) -> None:
     """List stuck calls, and settled ones that the provider has contradicted; the oldest first."""
+    from orjson import Fragment
+
+    from outbox.external import exact_json
     from outbox.external.reservations import OPEN, Chosen
 
     states = ("stuck", *OPEN) if unsettled else ("stuck",)
@@ -93,7 +96,10 @@ def list_reservations(
         rows = reservations.find(Chosen(group, name), states, limit)
         counts = reservations.counts(Chosen(group, name))
     if as_json:
-        print_json({"counts": counts, "reservations": rows})
+        # As JSON text: orjson takes no number that is too large or too precise for its types.
+        stored = ("request", "response")
+        exact = [row | {name: Fragment(exact_json.dumps(row[name], default=str)) for name in stored} for row in rows]
+        print_json({"counts": counts, "reservations": exact})
         return
     for row in rows:
         doubt = ", may have happened" if row["unsure"] else ""

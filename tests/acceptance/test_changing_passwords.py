@@ -1,4 +1,4 @@
-"""A password that changes while an inbox runs: for a while Kafka refuses it, and that passes."""
+"""A password that Kafka refuses: while it is changed, that passes; one that stays wrong ends a member."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from secured import PASSWORD, SecuredKafka, allow, set_password
 from support import wait_until
 
 from outbox._clients.kafka_rules import LastingRefusal
-from outbox.inbox import Consumer, KafkaFailed, _member
+from outbox.consumer import member_clients
+from outbox.inbox import Consumer, KafkaFailed
 from outbox.testing.fixtures import token
+from outbox.transform import KafkaRefused, Transformer, _session
 
 SECONDS = 90
 
@@ -66,7 +68,11 @@ def test_an_inbox_outlives_a_refusal_of_its_password(secured, topic, outbox_post
 
 
 def test_a_password_that_stays_wrong_ends_it(secured, topic, outbox_postgres, monkeypatch):
-    monkeypatch.setattr(_member, "LastingRefusal", partial(LastingRefusal, 0.0))
+    monkeypatch.setattr(member_clients, "LastingRefusal", partial(LastingRefusal, 0.0))
     kafka = secured.options | {"sasl.password": "wrong"}
     with pytest.raises(KafkaFailed, match="look at the credentials"):
         Consumer(outbox_postgres.url, [topic], group=topic, kafka=kafka).run(lambda *_: None)
+    # Its producer asks first: the consumer does not connect before that is answered.
+    monkeypatch.setattr(_session, "_SECONDS", 2.0)
+    with pytest.raises(KafkaRefused, match=r"SASL authentication error.*look at the credentials"):
+        Transformer(lambda _: [], topics=[topic], group=topic, kafka=kafka).run()

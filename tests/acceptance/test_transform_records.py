@@ -96,7 +96,7 @@ def test_an_assignment_that_fails_ends_the_session_and_not_the_member(place, mon
     with running(member):
         wait_until(lambda: member.committed == 10, 60, "it to go on")
     assert failed == [4]
-    assert f"group {place.group} starts a new session: " in caplog.text
+    assert f"group {place.group}: a new client goes on: " in caplog.text
 
 
 def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
@@ -176,7 +176,7 @@ def test_many_letters_larger_than_any_topic_takes(outbox_kafka, pauses, caplog):
             wait_until(lambda: member.committed == len(values), 60, "all messages")
         assert [letter.value() for letter in outbox_kafka.consume(dead, len(values))] == [None] * len(values)
     assert pauses == []
-    assert "starts a new session" not in caplog.text
+    assert "a new client goes on" not in caplog.text
     assert caplog.text.count("too large for its topic") <= len(values) + 1
 
 

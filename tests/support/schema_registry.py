@@ -33,6 +33,10 @@ class SchemaRegistry:
         self.asked: list[str] = []
         self.backward = False
         """Refuse Avro records that can't read what the subject's latest schema wrote."""
+        self.connections: set[Any] = set()
+        """The addresses that have asked."""
+        self.keep_alive = False
+        """Leave connections open; a stopped registry then lives on in them."""
         self.failing: int | None = None
         """A status to answer with, whatever is asked."""
         # Out of the range of outgoing connections: one of those could have it when the registry starts again.
@@ -70,8 +74,9 @@ class SchemaRegistry:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/vnd.schemaregistry.v1+json")
                 self.send_header("Content-Length", str(len(encoded)))
-                # A stopped registry must not live on in connections that are kept open.
-                self.send_header("Connection", "close")
+                registry.connections.add(self.client_address)
+                if not registry.keep_alive:
+                    self.send_header("Connection", "close")
                 self.end_headers()
                 self.wfile.write(encoded)
 

@@ -16,6 +16,7 @@ from outbox.external.reservations import Chosen, ReservationAdmin
 from relay.page.api import CONFIRMED, Rows, View
 from relay.page.page import Form, Page
 
+_CONTENTS = frozenset({"request", "response"})
 _CALL = {
     "message_id": "the call's message",
     "group": "the call's group",
@@ -28,12 +29,15 @@ def routes(page: Page) -> list[View]:
     def show(request: Request) -> Response:
         overview = page.sampler.latest()
         calls, unseen = page.read(page.consumers.stuck_calls)
+        counts, stuck = calls or ({}, [])
+        if not page.shows_payloads:
+            stuck = [{name: value for name, value in call.items() if name not in _CONTENTS} for call in stuck]
         return page.render(
             request,
             "consumers.html",
             groups=[] if overview is None else overview.groups,
             unseen={} if overview is None else overview.unseen,
-            calls=calls or ({}, []),
+            calls=(counts, stuck),
             calls_unseen=unseen,
         )
 

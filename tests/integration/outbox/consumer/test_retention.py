@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 import psycopg
 import pytest
 from plans import nodes
-from psycopg import sql
+from psycopg import errors, sql
 from rows_and_roles import login_role, put
 from support import stop_clock, wait_until, with_path_of_role
 from typer.testing import CliRunner
@@ -112,6 +112,35 @@ def test_days_are_made_for_what_is_kept_and_a_few_ahead(sink):
             "RETURNING tableoid::regclass::text"
         )
         assert sink.one(query, (message_id,)) == f"consumer.processed_messages_{where}"
+
+
+def test_many_days_are_made_in_steps_and_those_of_new_messages_first(sink, monkeypatch):
+    """All at once would fill the server's lock table: any statement of any session may fail then."""
+    monkeypatch.setattr(retention, "_AT_ONCE", 4)
+    sink.group("g")
+    # Not in the way of the others, and not tried for ever.
+    sink.remember("g", sink.day(2), 0)
+    make, tried = IdRetention._make, []
+
+    def full_once(self, connection, name, low):
+        tried.append(low)
+        if len(tried) == 6:
+            raise errors.OutOfMemory("out of shared memory")
+        return make(self, connection, name, low)
+
+    monkeypatch.setattr(IdRetention, "_make", full_once)
+    first = sink.memory.make()
+    assert tried == [NO_TIME, *(sink.day(ago) for ago in range(-3, 2))]
+    made = names(NO_TIME, *(sink.day(ago) for ago in (-3, -2, -1)))
+    assert first == RetentionResult(made=tuple(f"processed_messages_{day}" for day in sorted(made)), problem=ANY)
+    assert sink.partitions() == made | {"default"}
+    second = sink.memory.make()
+    left = names(*(sink.day(ago) for ago in (0, 1, 3, 4, 5)))
+    assert second == RetentionResult(made=tuple(f"processed_messages_{day}" for day in sorted(left)))
+    assert sink.partitions() == made | left | {"default"}
+    # None is tried twice in a run.
+    assert len(tried) == len(set(tried)) + 2
+    assert sink.memory.make() == RetentionResult()
 
 
 def test_one_query_when_all_days_are_there(sink):

@@ -15,12 +15,14 @@ import psycopg
 import pytest
 from external_support import Sink, in_thread, lease_runs_out, outbox_cli, payments, provider, sink
 from support import wait_until
+from typer.testing import CliRunner
 
 from outbox.consumer.errors import ConsumerError
 from outbox.errors import NotFound, SchemaError
 from outbox.external import HttpCall, OutcomeUnknown, Refused, TryLater, http_call, reservations
 from outbox.external.caller import Caller
 from outbox.external.reservations import Chosen, ReservationAdmin
+from relay.cli.app import app
 
 __all__ = ["outbox_cli", "provider", "sink"]
 
@@ -422,6 +424,22 @@ def test_no_number_is_rounded_on_its_way_to_the_provider_and_back(sink, provider
     query = "SELECT sent = %s::numeric, answered = %s::numeric, (response ->> 'a')::numeric = %s::numeric"
     query += " FROM amounts, consumer.reservations"
     assert sink.rows(query, amount, amount, amount) == [(True, True, True)]
+
+
+def test_no_number_is_rounded_in_what_an_operator_sees(sink):
+    numbers = ["12345678901234567.89", "1.000000000000000001", "12.34", str(10**30), f"1{'0' * 400}", "7" * 5000]
+    sink.reserve(payments("http://localhost"), ["a"])
+    texts = [f"[{', '.join(numbers)}]", f'{{"paid": {numbers[0]}}}']
+    with sink.connect() as connection:
+        connection.execute("UPDATE consumer.reservations SET state = 'stuck', request = %s, response = %s", texts)
+        (found,) = ReservationAdmin(connection, "consumer").find(Chosen())
+        assert [Decimal(repr(one) if isinstance(one, float) else one) for one in found["request"]] == [
+            Decimal(one) for one in numbers
+        ]
+    done = CliRunner().invoke(app, ["external", "list", "--json"], env={"OUTBOX_DATABASE_URL": sink.url})
+    assert done.exit_code == 0, done.output
+    (shown,) = json.loads(done.stdout, parse_int=str, parse_float=str)["reservations"]
+    assert (shown["request"], shown["response"]) == (numbers, {"paid": numbers[0]})
 
 
 def test_an_answer_with_a_number_that_postgres_lacks_is_stored_all_the_same(sink):

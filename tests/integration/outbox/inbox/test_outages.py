@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from typing import Any
 
@@ -11,13 +12,15 @@ from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
 from inbox_log import _quick, accept, keys, log, losing, recreate
 from inbox_support import Log, apply
+from kafka_proxy import FETCH, corrupted, edit_response
 from proxy import TcpProxy
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from support import wait_until
 
 from outbox import SchemaError
 from outbox.consumer import topic_ids
-from outbox.inbox import PositionLost, Reject, TopicReplaced, _member
+from outbox.inbox import KafkaFailed, PositionLost, Reject, TopicReplaced, _member
+from outbox.testing.fixtures import Topics
 
 __all__ = ["_quick", "log"]
 
@@ -49,6 +52,23 @@ def test_postgres_away_is_waited_for(log):
             proxy.start()
             running.wait(lambda: log.count() >= 300, "the effects")
     log.check()
+
+
+def test_a_corrupt_batch_is_neither_skipped_nor_handed_out(outbox_postgres, mortal_network):
+    """librdkafka compares no checksums by default, and with them it reads on behind a wrong one."""
+    cluster, proxy = mortal_network
+    with Topics(cluster.bootstrap_servers) as topics:
+        log = Log(outbox_postgres, topics)
+        log.produce(keys(3000))
+        proxy.on(FETCH, edit_response(corrupted), times=1_000_000)
+        with log.consuming(kafka={"bootstrap.servers": proxy.address}) as running:
+            error = running.error()
+        assert isinstance(error, KafkaFailed)
+        assert re.search(rf"{log.topic}-0: .*CRC.*Nothing was skipped", str(error))
+        proxy.clear()
+        with log.consuming() as running:
+            running.wait(lambda: log.count() >= 3000, "the effects")
+        log.check()
 
 
 def test_lost_answers_to_commit(log):

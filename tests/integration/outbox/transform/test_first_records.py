@@ -191,6 +191,6 @@ def test_a_first_record_that_is_not_acknowledged_in_time_aborts_the_transaction(
     with running(member):
         wait_until(lambda: member.committed == 10, 60, "the end")
     assert "the first record of a partition is not acknowledged" in caplog.text
-    assert "starts a new session" not in caplog.text
+    assert "a new client goes on" not in caplog.text
     assert len(positions) == 2
     assert sum(map(len, place.come(10).values())) == 10

@@ -218,6 +218,8 @@ def test_what_is_hidden_is_hidden_here_too(serve, environment, letters, monkeypa
     asked = json.loads(post(page, "/dead-letters/relay/discard", {"event_id": letters, "reason": "why"}).text)
     post(page, "/dead-letters/relay/discard", {"event_id": letters, "reason": "why", "confirmed": asked["confirmed"]})
     letters = failure(environment)
+    call = {"grp": "sums", "topic": "orders", "request": Jsonb({"card": SECRET}), "response": Jsonb(SECRET)}
+    put(environment, "consumer.reservations", **call)
     values = {"event_id": letters, "group": "sums"}
     for path, operations in get(page, "/openapi.json")["paths"].items():
         if "get" in operations:
@@ -225,16 +227,24 @@ def test_what_is_hidden_is_hidden_here_too(serve, environment, letters, monkeypa
             text = json.dumps(get(page, address))
             assert not [one for one in (SECRET, password, SECRET.encode().hex()) if one in text], address
             assert "payload" not in text.replace("payload_", "") or "/system" in address, address
+    assert len(get(page, "/consumers")["calls"][1]) == 1
+    assert get(serve(payloads="shown").sign_in(), "/consumers")["calls"][1][0]["request"] == {"card": SECRET}
 
 
 def test_numbers_of_any_size_and_halves_of_characters_are_shown(serve, environment):
     event_id = failure(environment)
+    # Who restores a discarded event has its payload from here. jsonb spells 1e400 out.
+    numbers = [str(10**30), "12345678901234567.89", "1.000000000000000001", "12.34", f"1{'0' * 400}", "7" * 5000]
     with psycopg.connect(environment) as connection:
-        connection.execute("UPDATE outbox.dead_letters SET payload = %s", (json.dumps({"n": 10**30}),))
+        text = f'{{"n": [{", ".join(numbers)}, 1e-1000]}}'
+        connection.execute("UPDATE outbox.dead_letters SET payload = %s", (text,))
     page = serve().sign_in()
     assert "was discarded" in page.act("/dead-letters/relay/discard", event_id=event_id, reason="why").text
-    assert str(10**30) in page.ask("/audit").text
-    assert get(page, "/audit")["rows"][0]["details"]["payload"]["n"] == 10**30
+    assert ", ".join(numbers[:4]) in page.ask("/audit").text
+    answer = page.ask("/api/audit", headers=token(page)).text
+    details = json.loads(answer, parse_int=str, parse_float=str)["rows"][0]["details"]
+    # One with more zeros than that is a text.
+    assert details["payload"]["n"] == [*numbers, "1E-1000"]
 
 
 def test_no_body_breaks_it(serve, environment):

@@ -56,6 +56,14 @@ def test_the_provider_of_credentials_gives_tokens_unless_the_service_does(monkey
             assert options["oauth_cb"]("")[0] == "token"
 
 
+def test_checksums_are_compared_unless_the_service_says_otherwise():
+    for given, expected in (({}, True), ({"check.crcs": False}, False)):
+        inbox, (transformer, _) = consumer_options(given, "billing"), client_options(given, "billing", 30.0)
+        assert (inbox["check.crcs"], transformer["check.crcs"]) == (expected, expected)
+    # librdkafka would warn of an option that is no producer's.
+    assert "check.crcs" not in client_options({}, "billing", 30.0)[1]
+
+
 def callback(_: str) -> tuple[str, float]:
     return "mine", 1.0
 

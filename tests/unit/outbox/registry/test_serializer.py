@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import math
+import subprocess
+import sys
 from decimal import Decimal
 from typing import Any
 
@@ -203,6 +205,54 @@ def test_without_the_registry_known_schemas_go_on_and_unknown_ones_are_its_fault
             serializer(Event("Else", "1", "T", LINE_OF))
         away.failing = None
         assert serializer(Event("Else", "1", "T", LINE_OF)).payload[:1] == b"\0"
+
+
+FORKS = """
+import os, sys
+from outbox import Event
+from outbox.registry import JsonSchema, RegistrySerializer
+
+def number(kind):
+    return int.from_bytes(serializer(Event(kind, "1", "T", {})).payload[1:5], "big")
+
+schemas = {kind: JsonSchema(kind, {"title": kind}) for kind in ("a", "b", "c")}
+serializer = RegistrySerializer(sys.argv[1], schemas)
+print(number("a"), flush=True)
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    print(number("c"))
+else:
+    print(number("a"), number("b"), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_fork_asks_on_a_connection_of_its_own():
+    """Two forks on one would each read whichever answer comes first. What the parent knew is not asked again."""
+    with schema_registry.running() as alive:
+        for kind in ("a", "b", "c"):
+            known(alive, kind, {"title": kind}, "JSON")
+        alive.keep_alive, before = True, len(alive.connections)
+        command = [sys.executable, "-c", FORKS, alive.url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.split() == ["1", "1", "2", "3"]
+        assert len(alive.connections) == before + 2
+
+
+@pytest.mark.parametrize(
+    ("answered", "taken"), [("orders", True), (":.shop:orders", True), (None, True), ("invoices", False), ("", False)]
+)
+def test_an_answer_for_another_subject_is_not_taken(server, monkeypatch, answered, taken):
+    known(server, "orders", ORDER)
+    shown = type(server)._shown
+    monkeypatch.setattr(type(server), "_shown", lambda *given: shown(*given) | {"subject": answered})
+    serializer = RegistrySerializer(server.url, {"Order": Avro("orders", ORDER)})
+    if taken:
+        assert serializer(order(SMALL)).payload[:1] == b"\0"
+    else:
+        with pytest.raises(SchemaRegistryUnavailable, match=f"asked for subject orders, it answered for {answered}"):
+            serializer(order(SMALL))
 
 
 def test_credentials_are_sent_and_never_shown():

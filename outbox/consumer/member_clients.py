@@ -1,0 +1,141 @@
+"""The Kafka clients of a member of a group, one after the other: what their errors mean, and when the next one begins.
+
+| what Kafka or librdkafka reports                          | what follows                                         |
+|-----------------------------------------------------------|------------------------------------------------------|
+| a right is missing, or it refuses how the client joins    | the member ends: a new client would be refused       |
+| records that can't be read, as with a wrong checksum      | the member ends                                      |
+| it refuses the credentials                                | librdkafka connects again. The member ends once      |
+|                                                           | that has lasted for REFUSED_SECONDS, and nothing     |
+|                                                           | worked                                               |
+| a connection fails after certificates were replaced       | a new client: it reads them when it is made          |
+| fatal: another member has the ``group.instance.id``, or a | a new client, after a pause. A probe sees why, until |
+|   broker says so once it has restarted                    | Kafka assigns it something                           |
+| fatal for another reason, as with                         | the member ends                                      |
+|   `group.protocol=consumer` for rights                    |                                                      |
+| brokers away, a topic that is not there, a late poll      | librdkafka goes on by itself. A probe sees why       |
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
+
+from confluent_kafka import KafkaError, Message
+
+from outbox._clients.backoff import pause
+from outbox._clients.kafka import Certificates
+from outbox._clients.kafka_rules import LastingRefusal, fatal_cause, is_fatal, is_fenced, is_refusal
+from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.kafka_errors import of_kafka
+from outbox.consumer.stalled import Watch
+
+_SHORT_SECONDS: Final = 60.0
+"""Clients that lasted for less were replaced too soon: the pause before the next ones is longer."""
+
+
+class MemberClients:
+    """Judges the errors of a member's clients, and runs new ones where that helps.
+
+    options  of its consumer. The ``error_cb`` in them is called, too.
+    refused  makes the error that ends the member, from its text.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        topics: Collection[str],
+        watch: Watch,
+        logger: logging.Logger,
+        refused: Callable[[str], Exception],
+    ) -> None:
+        self._options = options
+        self._topics = topics
+        self._watch = watch
+        self._logger = logger
+        self._refused = refused
+        self._group = options["group.id"]
+        self._certificates = Certificates(options)
+        self._credentials = LastingRefusal()
+        self._fenced: KafkaError | None = None
+        # A broker that refuses the client sends no message: librdkafka would retry forever.
+        self._final: KafkaError | None = None
+
+    def run(self, run: Callable[[], KafkaError | None], stop: threading.Event) -> None:
+        """Call ``run``, which makes clients and uses them, until ``stop`` or until it returns no error.
+
+        It returns the error behind which new clients go on.
+        """
+        quick = 0
+        try:
+            while not stop.is_set():
+                began = time.monotonic()
+                # Before the clients read them.
+                self._certificates, self._fenced = Certificates(self._options), None
+                error = run()
+                if error is None:
+                    return
+                self._logger.warning("group %s: a new client goes on: %s", self._group, error.str())
+                self._watch.unassigned(self._topics)
+                self._watch.not_joined(error.str())
+                self._watch.failed(None, error.str())
+                quick = quick + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
+                pause(stop, quick)
+        finally:
+            self._watch.assigned(())
+
+    @property
+    def lost(self) -> KafkaError | None:
+        """The error behind which only new clients go on; None while these are of use."""
+        return self._fenced or self._certificates.failed
+
+    def hear(self, error: KafkaError) -> None:
+        """Be the ``error_cb`` of the clients. It may be called anywhere, so what it hears is noted: see ``check``."""
+        if not self._may_pass(error) and is_refusal(error):
+            self._final = error
+        self._certificates.hear(error)
+
+    def check(self) -> None:
+        """Raise the error that ends the member if one was heard that does not pass."""
+        final = self._final or self._credentials.believed
+        if final is not None:
+            raise self._refused(str(of_kafka(final, f"Kafka, group {self._group}")))
+
+    def judge(self, error: KafkaError, message: Message) -> None:
+        """Raise the error that ends the member for this one, which came as a message; otherwise see ``lost``."""
+        if is_fatal(error) and is_fenced(error):
+            self._fenced = error
+            return
+        if self._may_pass(error):
+            return
+        about = f"Kafka, group {self._group}"
+        if (topic := message.topic()) is not None:
+            # A number below 0: all partitions.
+            number = message.partition()
+            about += f", {topic}" if number is None or number < 0 else f", {topic}-{number}"
+        found = of_kafka(fatal_cause(error), about)
+        if not isinstance(found, ConsumerUnavailable):
+            raise self._refused(str(found))
+        if is_fatal(error):
+            look_at = "look at the group options, the brokers' version and the ACLs. Nothing was skipped"
+            raise self._refused(f"{found}; {look_at}")
+        self._note(error)
+
+    def worked(self) -> None:
+        """Note that a message came or that a request was answered: the credentials are good."""
+        self._credentials.forget()
+
+    def certificates_replaced(self) -> bool:
+        """Return whether clients that can't connect may be able to if they are made anew."""
+        return self._certificates.replaced()
+
+    def _may_pass(self, error: KafkaError) -> bool:
+        if refused := self._credentials.hear(error):
+            self._note(error)
+        return refused
+
+    def _note(self, error: KafkaError) -> None:
+        self._logger.warning("group %s: %s", self._group, error.str())
+        self._watch.not_joined(error.str())

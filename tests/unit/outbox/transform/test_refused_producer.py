@@ -1,0 +1,65 @@
+"""A transformer whose producer is refused. On brokers: tests/acceptance/test_changing_passwords."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from outbox._clients.kafka_rules import LastingRefusal
+from outbox.consumer import member_clients
+from outbox.transform import KafkaRefused, Transformer, _session
+
+REFUSED = KafkaError(KafkaError._AUTHENTICATION, "SASL authentication error: Authentication failed")
+
+
+class Producer:
+    """Asks for its id, and only its callback hears why no broker answers."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.heard: Callable[[KafkaError], None] = options["error_cb"]
+        self.asked = 0
+
+    def init_transactions(self, _seconds: float) -> None:
+        self.asked += 1
+        assert self.asked < 10, "it is repeated for ever"
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "Timed out", False, True))
+
+    def poll(self, _seconds: float) -> None:
+        self.heard(REFUSED)
+
+    def purge(self) -> None: ...
+
+    def flush(self, _seconds: float) -> None: ...
+
+
+def test_a_password_that_stays_wrong_ends_it(monkeypatch):
+    monkeypatch.setattr(member_clients, "LastingRefusal", partial(LastingRefusal, 0.0))
+    monkeypatch.setattr(_session, "Producer", Producer)
+    heard: list[KafkaError] = []
+    # Nothing listens there.
+    kafka = {"bootstrap.servers": "127.0.0.1:1", "error_cb": heard.append, "log_level": 0}
+    member = Transformer(lambda _: [], topics=["t"], group="g", kafka=kafka)
+    with pytest.raises(KafkaRefused, match=r"group g: SASL authentication error.*look at the credentials"):
+        member.run()
+    assert REFUSED in heard
+
+
+def test_a_probe_sees_why_while_it_may_pass(monkeypatch):
+    monkeypatch.setattr(_session, "Producer", Producer)
+    seen: list[str] = []
+
+    class Asked(Producer):
+        def init_transactions(self, seconds: float) -> None:
+            seen.extend(one.why for one in member.stalled(0.0))
+            super().init_transactions(seconds)
+
+    monkeypatch.setattr(_session, "Producer", Asked)
+    member = Transformer(lambda _: [], topics=["t"], group="g", kafka={"bootstrap.servers": "127.0.0.1:1"})
+    with pytest.raises(AssertionError, match="for ever"):
+        member.run()
+    assert seen[0].startswith("the group has not answered")
+    assert seen[1:] == [REFUSED.str()] * 9
