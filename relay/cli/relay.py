@@ -52,6 +52,9 @@ def run(
 
     The first signal lets batches in flight finish; a second one leaves them to the next relay.
     """
+    # Batches hold tens of thousands of tuples, which are never in a reference cycle: looking for cycles every 700 new
+    # objects, the default, would cost a tenth of the throughput.
+    gc.set_threshold(100_000, 20, 50)
     import structlog
 
     from outbox._app import logs, tracing
@@ -77,12 +80,12 @@ def run(
     # The thread that reads ahead, or the WAL, needs the interpreter for every 16 KB that Postgres sends. Meanwhile the
     # loop keeps it, to give events to librdkafka.
     sys.setswitchinterval(0.001)
-    # Batches hold tens of thousands of tuples, which are never in a reference cycle: looking for cycles every 700 new
-    # objects, the default, would cost a tenth of the throughput.
-    gc.set_threshold(100_000, 20, 50)
     seconds = settings.relay.shutdown_seconds + 10.0
     _stop_on_signals(stop, abandon, seconds, abandon_at=None if worker is None else ABANDON)
-    abandoned = build(settings).run(stop, abandon)
+    supervisor = build(settings)
+    # No collection looks at what was imported.
+    gc.freeze()
+    abandoned = supervisor.run(stop, abandon)
     if abandoned:
         # The worker's loop still waits for Kafka; it can't settle anything any more.
         os._exit(1)
