@@ -412,10 +412,7 @@ class ReservationAdmin:
         self._schema = schema
 
     def find(self, chosen: Chosen, states: Sequence[str] = ("stuck",), most: int = 100) -> list[dict[str, Any]]:
-        """Return the reservations in these states, and those in conflict; the oldest first.
-
-        Requests and responses may have Decimals: see ``exact_json``.
-        """
+        """Return the reservations in these states, and those in conflict; the oldest first, with ``exact_json``."""
         values = {"grp": chosen.group, "name": chosen.name, "states": list(states), "most": most}
         with _reading(self._connection) as cursor:
             return cursor.execute(statement(self._schema, _LIST), values).fetchall()

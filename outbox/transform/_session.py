@@ -23,7 +23,7 @@ from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
 from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
-from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan, Progress, admin
+from outbox.transform._plan import Plan, Progress, admin
 from outbox.transform._positions import (
     answered,
     beginning,
@@ -35,6 +35,7 @@ from outbox.transform._positions import (
     require_same_topics,
     require_whole,
 )
+from outbox.transform._topics import MISSING, require_topics
 from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed, is_refused
 from outbox.transform.records import Record, dead_letter
 
@@ -58,9 +59,6 @@ _UNFIT: Final = _TOO_LARGE | frozenset(
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
 # What produce() says once the transaction has failed: it is to be aborted.
 _TAKES_NO_MORE: Final = KafkaError._STATE  # noqa: SLF001
-_MISSING: Final = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})  # noqa: SLF001
-_ABSENT: Final = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
-_HIDDEN: Final = "does not exist, or the client may not DESCRIBE it; create it, or grant that"
 
 
 class Session:
@@ -165,29 +163,10 @@ class Session:
                 f"group {self._plan.group!r}: {error.str()}; the messages at its position are gone. Nothing was "
                 "skipped: see where the log begins, and set the group's offsets by hand"
             )
-        elif code in _MISSING:
-            self._require_topics()
+        elif code in MISSING:
+            require_topics(self._consumer, self._plan, _SECONDS, self._stop, _logger)
         else:
             self._clients.judge(error, message)
-
-    def _require_topics(self) -> None:
-        """Raise KafkaRefused if a topic is missing or hidden, and still is after a while."""
-        until = time.monotonic() + MISSING_TOPIC_SECONDS
-        while True:
-            known = self._consumer.list_topics(timeout=_SECONDS).topics
-            # The names that begin with ^ are patterns.
-            topics = [topic for topic in self._plan.topics if not topic.startswith("^")]
-            problems = [
-                f"topic {topic} " + (_HIDDEN if error.code() in _MISSING else f"can't be read: {error.str()}")
-                for topic in topics
-                if (error := known[topic].error if topic in known else _ABSENT) is not None
-            ]
-            if not problems or self._stop.is_set():
-                return
-            if time.monotonic() >= until:
-                raise KafkaRefused(f"group {self._plan.group!r}: {problems[0]}")
-            _logger.info("group %s waits: %s", self._plan.group, problems[0])
-            self._stop.wait(0.5)
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._messages.clear()
@@ -327,7 +306,7 @@ class Session:
             message, _, reason = self._undelivered[0]
             if reason.code() in _UNFIT:
                 raise TransformFailed(message, KafkaException(reason)) from error
-            if is_refused(reason) or reason.code() in _MISSING:
+            if is_refused(reason) or reason.code() in MISSING:
                 raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
         if seconds >= self._plan.transaction_seconds:
             self._halve(messages, seconds)
