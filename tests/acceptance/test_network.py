@@ -302,7 +302,8 @@ def test_a_second_signal_leaves_what_is_in_flight_to_the_next_relay(place, outbo
 def test_only_a_second_signal_to_their_parent_makes_workers_leave_what_is_in_flight(place, outbox_relay, again):
     """systemd signals all processes of a unit, and the parent passes its signal on."""
     url, proxy = place.url, place.proxy
-    settings = place.settings | {"relay__lease_seconds": 900, "relay__shutdown_seconds": 900}
+    # Under their names, the next ones see that their sessions have ended.
+    settings = place.settings | {"relay__lease_seconds": 900, "relay__shutdown_seconds": 900, "relay__instance": "a"}
     relay = outbox_relay("--workers", "2", **settings)
     wait_until(lambda: len(owners(url)) == 2, what="both workers to hold lanes")
     with Load(url, place.kind) as load:
@@ -323,7 +324,7 @@ def test_only_a_second_signal_to_their_parent_makes_workers_leave_what_is_in_fli
         assert relay.wait() == again
         assert ("a turn in flight was abandoned" in relay.log()) == again
         proxy.clear()
-        outbox_relay(**settings)
+        outbox_relay("--workers", "2", **settings)
         load.drain(90)
     repeats = check(url, place.messages())
     assert again or repeats == 0
