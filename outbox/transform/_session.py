@@ -449,10 +449,12 @@ class Session:
         wait for good (librdkafka's issues 5456 and 5511). A thread can't be ended: it keeps its producer, and a new
         session goes on with another one.
         """
-        send = self._producer.send_offsets_to_transaction
         try:
             # By then the coordinator is about to abort the transaction.
-            within(self._plan.transaction_seconds, lambda: send(positions, self._membership, _SECONDS))
+            within(
+                self._plan.transaction_seconds,
+                lambda: self._producer.send_offsets_to_transaction(positions, self._membership, _SECONDS),
+            )
         except TimeoutError:
             self._stuck = True
             text = f"send_offsets_to_transaction has not returned in {self._plan.transaction_seconds:g} s"

@@ -17,6 +17,7 @@ from support import wait_until
 from transform_support import Place, copied, place, running
 
 from outbox import ConfigurationError
+from outbox.consumer import member_clients
 from outbox.consumer.stalled import StalledPartition
 from outbox.sandbox._process import patience
 from outbox.transform import (
@@ -27,7 +28,6 @@ from outbox.transform import (
     Transformer,
     TransformFailed,
     _session,
-    transformer,
 )
 from outbox.transform._session import Session
 from relay.kafka.offsets import Offsets, Partition
@@ -140,7 +140,7 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
 def pauses(monkeypatch) -> list[int]:
     """The pauses of members, which there are none of."""
     found: list[int] = []
-    for module in (_session, transformer):
+    for module in (_session, member_clients):
         monkeypatch.setattr(module, "pause", lambda _stop, failures: found.append(failures))
     return found
 
