@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import psycopg
@@ -11,6 +12,7 @@ from stream_bench import Killed, Outboxed, both, confirmed_flush, now_at, outbox
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
+from relay.wal import source
 from relay.wal.lane_hash import lane_of
 
 __all__ = ["outboxed"]
@@ -114,8 +116,10 @@ def reported(box: Outboxed) -> None:
 
 
 @both
-def test_a_killed_relay_has_confirmed_nothing_that_a_lane_has_not_settled(outboxed, once):
+def test_a_killed_relay_has_confirmed_nothing_that_a_lane_has_not_settled(outboxed, monkeypatch, once):
     """One lane has settled all that it was given, and the other a part: the next relay is given the rest of it."""
+    # What the stream has skipped would be read from the table in the end.
+    monkeypatch.setattr(source, "_SWEEP_SECONDS", math.inf)
     box = outboxed(2)
     keys = [next(key for key in RandomHistory.KEYS if lane_of("Order", key, 2) == lane) for lane in range(2)]
     box.relay(once=once, batch=20)
