@@ -28,6 +28,7 @@ from outbox.transform import (
     Transformer,
     TransformFailed,
     _session,
+    _topics,
 )
 from outbox.transform._session import Session
 from relay.kafka.offsets import Offsets, Partition
@@ -60,7 +61,7 @@ def test_or_goes_to_the_dead_letter_topic(place, outbox_kafka):
 
 
 def test_a_topic_that_is_not_there(place, outbox_kafka, monkeypatch):
-    monkeypatch.setattr(_session, "MISSING_TOPIC_SECONDS", 2.0)
+    monkeypatch.setattr(_topics, "MISSING_TOPIC_SECONDS", 2.0)
     absent = outbox_kafka.name("absent")
     with pytest.raises(KafkaRefused, match=f"topic {absent} does not exist"):
         Transformer(copied(place), topics=[absent], group=place.group, kafka=place.options).run()
@@ -72,7 +73,7 @@ def test_a_topic_that_is_there_a_little_later(place, outbox_kafka, caplog):
     later = outbox_kafka.name("later")
     member = Transformer(copied(place), topics=[place.source, later], group=place.group, kafka=place.options)
     with running(member):
-        wait_until(lambda: f"waits for topic {later}" in caplog.text, 60, "it to miss the topic")
+        wait_until(lambda: f"waits: topic {later}" in caplog.text, 60, "it to miss the topic")
         outbox_kafka.create_topic(later, 1)
         place.feed(range(10))
         wait_until(lambda: member.committed == 10, 60, "it to go on")

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 from inbox_support import Log, apply
 
+from outbox._clients import backoff
 from outbox.consumer.postgres_errors import MOST_STRIKES
 from outbox.inbox import HandlerFailed, _applier, _member
 
@@ -24,7 +25,7 @@ TRIES = 3 * MOST_STRIKES
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
-    for module in (_member, _applier):
+    for module in (backoff, _applier):
         monkeypatch.setattr(module, "AWAY", (0.01, 0.05))
 
 
