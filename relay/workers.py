@@ -48,7 +48,7 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
         )
         for number in range(count)
     ]
-    received = told = False
+    received = reported = False
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
         nonlocal received
@@ -61,14 +61,14 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
         status = 0
         while any(worker.poll() is None for worker in workers):
             ended = [worker for worker in workers if worker.poll() is not None]
-            if ended and not (received or told):
-                told = True
+            if ended and not (received or reported):
+                reported = True
                 log.error("a worker has ended; the others are stopped", pid=ended[0].pid, status=ended[0].returncode)
                 _send(workers, signal.SIGTERM)
             time.sleep(_LOOK_SECONDS)
         for worker in workers:
             if received and worker.returncode == -signal.SIGTERM:
-                continue  # it was told to stop before it had begun
+                continue  # the signal came before it had begun
             if worker.returncode and not status:
                 status = worker.returncode if worker.returncode > 0 else 128 - worker.returncode
         return status

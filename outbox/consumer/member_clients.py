@@ -23,9 +23,10 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
-from confluent_kafka import KafkaError, Message
+from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from outbox._clients.backoff import pause
+from outbox._clients.callbacks import raising
 from outbox._clients.kafka import Certificates
 from outbox._clients.kafka_rules import LastingRefusal, fatal_cause, is_fatal, is_fenced, is_refusal
 from outbox.consumer.errors import ConsumerUnavailable
@@ -34,6 +35,14 @@ from outbox.consumer.stalled import Watch
 
 _SHORT_SECONDS: Final = 60.0
 """Clients that lasted for less were replaced too soon: the pause before the next ones is longer."""
+
+
+Rebalanced = Callable[[Any, list[TopicPartition]], None]
+
+
+def subscribe(consumer: Consumer, topics: Collection[str], assigned: Rebalanced, revoked: Rebalanced) -> None:
+    """Join the group, or join it again. What the callbacks raise is raised by the consumer's next ``poll``."""
+    consumer.subscribe(list(topics), on_assign=raising(assigned), on_revoke=raising(revoked), on_lost=raising(revoked))
 
 
 class MemberClients:

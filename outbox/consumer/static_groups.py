@@ -1,9 +1,9 @@
 """Partitions of a static group that no member has, and when to have them assigned.
 
 A member with a ``group.instance.id`` that is started again gets its former assignment without a rebalance (KIP-345).
-If it led the group, nobody leads it any more: the coordinator does not tell the new client, which has not seen the
-topics change either. What was added to a topic meanwhile is then read by nobody. Kafka mends that with JoinGroup 9
-(KIP-814), which librdkafka does not send.
+If it was the group's leader, its new client does not know that, and computes no assignment; nor has it seen the topics
+change. Partitions that were added meanwhile are then assigned to no member. Kafka's own clients avoid that with version
+9 of JoinGroup (KIP-814), which librdkafka does not send.
 """
 
 from __future__ import annotations

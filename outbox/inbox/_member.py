@@ -63,10 +63,9 @@ import psycopg
 from confluent_kafka import KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.backoff import pause
-from outbox._clients.callbacks import raising
 from outbox.consumer.delays import TopicDelays
 from outbox.consumer.kafka_admin import of_known_topics
-from outbox.consumer.member_clients import MemberClients
+from outbox.consumer.member_clients import MemberClients, subscribe
 from outbox.consumer.messages import checked
 from outbox.consumer.model import ClaimedOffset, Partition, StoredOffset
 from outbox.consumer.stalled import Watch
@@ -164,12 +163,7 @@ class Member:
         return None
 
     def _subscribe(self) -> None:
-        self._kafka.subscribe(
-            list(self._settings.topics),
-            on_assign=raising(self._assigned),
-            on_revoke=raising(self._revoked),
-            on_lost=raising(self._revoked),
-        )
+        subscribe(self._kafka, self._settings.topics, self._assigned, self._revoked)
 
     def _note_unassigned(self) -> None:
         if not self._parts and not self._silent:

@@ -13,10 +13,9 @@ from typing import Any, Final, Self
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from outbox._clients.backoff import pause
-from outbox._clients.callbacks import raising
 from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds
 from outbox._clients.threads import within
-from outbox.consumer.member_clients import MemberClients
+from outbox.consumer.member_clients import MemberClients, subscribe
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.consumer.static_groups import StaticGroup
@@ -123,12 +122,7 @@ class Session:
                 self._write()
 
     def _subscribe(self) -> None:
-        self._consumer.subscribe(
-            list(self._plan.topics),
-            on_assign=raising(self._assigned),
-            on_revoke=raising(self._revoked),
-            on_lost=raising(self._revoked),
-        )
+        subscribe(self._consumer, self._plan.topics, self._assigned, self._revoked)
 
     # Reading
 
