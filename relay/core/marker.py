@@ -81,6 +81,10 @@ class Marker:
     writer: str | None = None
     outbox: str | None = None
 
+    def is_first_of(self, here: Identity) -> bool:
+        """Return whether it is the empty marker that this outbox has written before the first events of a lane."""
+        return self.batch < _FIRST_EVENTS and not self.positions and self.outbox in {None, here.outbox}
+
     def encode(self) -> bytes:
         """Return the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""
         steps = [b - a for a, b in zip((0, *self.positions), self.positions, strict=False)]

@@ -29,13 +29,22 @@ one from before the fence can't commit any more, and what it had committed is in
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import Lease
 from relay.core.marker import Identity, Marker, StateLost, check_origin
-from relay.core.ports import IdBusy, LaneLocked, LaneLost, StatementCutShort, TakeoverStore, Unavailable
+from relay.core.ports import (
+    LOCKED_SECONDS,
+    IdBusy,
+    LaneLocked,
+    LaneLost,
+    StatementCutShort,
+    TakeoverStore,
+    Unavailable,
+)
 from relay.failpoints import failpoint
 from relay.kafka.state_topic import StateTopic
 
@@ -96,20 +105,33 @@ class Takeover:
         read = self._state.read([lease.lane for lease in left])
         failed |= read.problems
         failpoint("takeover.marker_read")
-        left = [lease for lease in left if lease.lane not in failed]
-        markers = dict(self._store.adopt_settled(left, read.markers, self._own_base))
-        for lease in left:
-            if lease.lane in markers:
-                continue
-            adopted = self.adopt(lease, read.markers[lease.lane])
-            if isinstance(adopted, OutboxError):
-                failed[lease.lane] = adopted
-            else:
-                markers[lease.lane] = adopted
+        adopted = self.adopt([lease for lease in left if lease.lane not in failed], read.markers)
         failpoint("takeover.settled")
-        return TakenOver(markers, failed)
+        return TakenOver(adopted.markers, {**failed, **adopted.failed})
 
-    def adopt(self, lease: Lease, marker: Marker | None) -> tuple[Marker | None, Identity] | OutboxError:
+    def adopt(self, leases: Sequence[Lease], markers: Mapping[int, Marker | None]) -> TakenOver:
+        """Settle lanes by their markers. A lane whose row a renewal has locked is tried again, for a moment."""
+        adopted: dict[int, tuple[Marker | None, Identity]] = {}
+        failed: dict[int, OutboxError] = {}
+        for seconds in (0.0, *LOCKED_SECONDS):
+            time.sleep(seconds)
+            adopted |= self._store.adopt_settled(leases, markers, self._own_base)
+            for lease in leases:
+                if lease.lane in adopted:
+                    failed.pop(lease.lane, None)
+                    continue
+                result = self._adopt(lease, markers[lease.lane])
+                if isinstance(result, OutboxError):
+                    failed[lease.lane] = result
+                else:
+                    failed.pop(lease.lane, None)
+                    adopted[lease.lane] = result
+            leases = [lease for lease in leases if isinstance(failed.get(lease.lane), LaneLocked)]
+            if not leases:
+                break
+        return TakenOver(adopted, failed)
+
+    def _adopt(self, lease: Lease, marker: Marker | None) -> tuple[Marker | None, Identity] | OutboxError:
         """Settle one lane by its marker. Returns the error if it concerns only this lane."""
         try:
             return self._store.adopt(lease, marker, self._own_base)

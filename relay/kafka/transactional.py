@@ -156,12 +156,9 @@ class TransactionalPublisher:
             (new if marker is None else self._joined)[lane] = last
         if new:
             self._write_first_markers(new)
-        for lane, marker in new.items():
-            adopted = self._takeover.adopt(by_lane[lane], marker)
-            if isinstance(adopted, OutboxError):
-                failed[lane] = adopted
-            else:
-                self._joined[lane] = marker
+            adopted = self._takeover.adopt([by_lane[lane] for lane in new], new)
+            self._joined |= {lane: new[lane] for lane in adopted.markers}
+            failed |= adopted.failed
         return failed
 
     @traced

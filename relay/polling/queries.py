@@ -177,16 +177,17 @@ SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timel
 # On the server that ``identity`` has seen: behind a pooler it may be another one by now.
 _ADOPT_SETTLED: Final = """
 WITH given AS (
-    SELECT * FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(batches)s::bigint[], %(lsns)s::bigint[])
-                  AS m(lane, epoch, batch, lsn)
+    SELECT * FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(batches)s::bigint[], %(first)s::boolean[],
+                         %(lsns)s::bigint[])
+                  AS m(lane, epoch, batch, first, lsn)
      WHERE (SELECT system_identifier::text FROM pg_control_system()) = %(system_identifier)s
        AND {timeline} = %(timeline)s),
 free AS (
-    SELECT l.lane FROM {lanes} AS l JOIN given AS m ON {ours}
-     WHERE l.last_batch IS NOT DISTINCT FROM m.batch
+    SELECT l.lane, m.batch FROM {lanes} AS l JOIN given AS m ON {ours}
+     WHERE (l.last_batch IS NOT DISTINCT FROM m.batch OR (l.last_batch IS NULL AND m.first))
        AND coalesce(m.lsn <= pg_current_wal_insert_lsn() - '0/0'::pg_lsn, true)
        FOR NO KEY UPDATE OF l SKIP LOCKED)
-UPDATE {lanes} AS l SET transactional_id = %(own_id)s FROM free WHERE l.lane = free.lane
+UPDATE {lanes} AS l SET transactional_id = %(own_id)s, last_batch = free.batch FROM free WHERE l.lane = free.lane
 RETURNING l.lane, (SELECT {synchronous})"""
 
 _ADOPTED: Final = """

@@ -58,8 +58,9 @@ class RowTakeover:
     ) -> dict[int, tuple[Marker | None, Identity]]:
         """Adopt the lanes that have nothing to settle, in one statement; the others are for ``adopt``.
 
-        Nearly all of a worker's lanes are such lanes, whatever has happened to it, and a transaction for each takes
-        seconds. It leaves what ``adopt`` would refuse, lanes without a lease of ours, and those that are locked.
+        Nearly all of a worker's lanes are such lanes, whatever has happened to it, and all that are new; a transaction
+        for each takes seconds. It leaves what ``adopt`` would refuse, lanes without a lease of ours, and those that are
+        locked.
         """
         identity = self._identity
         adopted: dict[int, tuple[Marker | None, Identity]] = {}
@@ -85,6 +86,7 @@ class RowTakeover:
                     self._queries.adopt_settled,
                     **lease_values(list(asked.values())),
                     batches=array([None if marker is None else marker.batch for marker in given]),
+                    first=array([marker is not None and marker.is_first_of(identity) for marker in given]),
                     lsns=array([None if marker is None else marker.commit_lsn for marker in given]),
                     system_identifier=identity.system_identifier,
                     timeline=identity.timeline,

@@ -56,7 +56,16 @@ from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lane import listed
 from relay.core.lease import Lease
-from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, RecordMetadata, UnsettledBatch
+from relay.core.ports import (
+    LOCKED_SECONDS,
+    NOTHING,
+    Claim,
+    DatabaseUnavailable,
+    LaneLocked,
+    LaneLost,
+    RecordMetadata,
+    UnsettledBatch,
+)
 from relay.database import execute_again_if_left, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.statements import (
@@ -69,9 +78,6 @@ from relay.settle.statements import (
 
 RENEW_PART: Final = 0.7
 """A lease with less than this part of its time left is renewed with the next turn."""
-
-# The waits before a lane whose row is locked is given up for this turn.
-_LOCKED_SECONDS: Final = (0.01, 0.02, 0.04)
 
 # How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
 # come: no other session may be writing.
@@ -389,7 +395,7 @@ class Settlement:
     def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
         """Return the reasons for lanes that were not held, after retrying those whose rows a renewal has locked."""
         failed = self._reasons(missing)
-        for seconds in _LOCKED_SECONDS:
+        for seconds in LOCKED_SECONDS:
             locked = [lane for lane, error in failed.items() if isinstance(error, LaneLocked)]
             if not locked:
                 break

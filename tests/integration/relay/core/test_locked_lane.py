@@ -8,9 +8,10 @@ from polling_support import add, polling, table
 from support import backlog
 
 from outbox._app.settings import FailureSettings
-from relay.core.ports import Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
+from relay.core.ports import LOCKED_SECONDS, Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
+from relay.kafka.takeover import Takeover
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.settle.retries import Failures
 
@@ -38,6 +39,37 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
     third = source.fetch(limits)
     assert (third.batches, third.failed) == ({}, {})
     assert backlog(outbox_postgres.url) == 0
+    source.close()
+
+
+def test_a_lane_that_is_locked_for_a_moment_is_taken_over_and_one_that_stays_locked_is_not(
+    outbox_postgres, monkeypatch
+):
+    leases = table(outbox_postgres, "me").acquire(4)
+    source = polling(outbox_postgres.url, leases)
+    store = source.store
+    store.identity(leases)
+    one, other = psycopg.connect(outbox_postgres.url), psycopg.connect(outbox_postgres.url)
+    one.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
+    other.execute("SELECT FROM outbox.lanes WHERE lane = 2 FOR UPDATE")
+    adopt, refused = store.adopt, []
+
+    def observed(lease, *given):
+        try:
+            return adopt(lease, *given)
+        except LaneLocked:
+            refused.append(lease.lane)
+            one.rollback()
+            raise
+
+    monkeypatch.setattr(store, "adopt", observed)
+    taken = Takeover(store, None, None, "own").adopt(leases, dict.fromkeys(range(4)))
+    assert sorted(taken.markers) == [0, 1, 3]
+    assert taken.failed.keys() == {2}
+    assert isinstance(taken.failed[2], LaneLocked)
+    assert refused == [1] + [2] * (1 + len(LOCKED_SECONDS))
+    one.close()
+    other.close()
     source.close()
 
 
