@@ -18,10 +18,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import psycopg
 import pytest
 import typer.testing
@@ -29,11 +27,11 @@ import typer.testing
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
-from class_archives import ARCHIVES, QUIET
+import machine
 from hypothesis import settings
 from nursery import NURSERY, Nursery
 
-from outbox.sandbox import _broker, _dirs, _ports
+from outbox.sandbox import _broker, _ports
 
 if TYPE_CHECKING:
     from kafka_proxy import KafkaProxy
@@ -78,7 +76,7 @@ KIT = {Path("tests/integration/outbox") / folder for folder in ("sandbox", "test
 sys.dont_write_bytecode = False
 
 # Assertions in what tests share show values too, as those in test files do.
-_scripts = {"class_archives", "impatient", "mutant", "nursery", "warm_daemon"}
+_scripts = {"class_archives", "impatient", "machine", "mutant", "nursery", "warm_daemon"}
 pytest.register_assert_rewrite(*sorted({path.stem for path in SUPPORT.glob("*.py")} - _scripts))
 
 # Other examples in every run, drawn from the run's seed; a failure prints them. `fixed`: always the same examples.
@@ -99,28 +97,7 @@ for _name in list(os.environ):
     }:
         del os.environ[_name]
 
-# A time limit costs nothing where a test passes, and everything where the machine is slow.
-os.environ.setdefault("OUTBOX_PATIENCE", "4")
-
-# Short lives: the second compiler of a JVM, which Spark and Kafka start with, takes half of all processor time.
-# To verify classes that are in no archive takes time too; those of an archive were verified when it was made.
-_options = ["-XX:TieredStopAtLevel=1", "-XX:+UnlockDiagnosticVMOptions", "-XX:-BytecodeVerificationRemote"]
-if ARCHIVES["spark"].exists():
-    _options += [f'-XX:SharedArchiveFile="{ARCHIVES["spark"]}"', *QUIET]
-os.environ.setdefault("JDK_JAVA_OPTIONS", " ".join(_options))
-if ARCHIVES["kafka"].exists():
-    _broker._JVM = (*_broker._JVM, f"-XX:SharedArchiveFile={ARCHIVES['kafka']}")
-# Every test has a database of its own, of 300 files: to make them in memory takes a tenth of the processor time and of
-# the wait that it takes on a disk. What servers write here need not outlive the machine; it does outlive their kills. A
-# small machine, a container's small /dev/shm and whoever sets TMPDIR keep them where they were.
-_memory = Path("/dev/shm")
-if (
-    "TMPDIR" not in os.environ
-    and os.access(_memory, os.W_OK | os.X_OK)
-    and shutil.disk_usage(_memory).free >= 6 << 30
-    and psutil.virtual_memory().available >= 10 << 30
-):
-    _dirs.tempfile = SimpleNamespace(gettempdir=lambda: str(_memory), mkdtemp=tempfile.mkdtemp)  # type: ignore[assignment]
+machine.prepare()
 # To format the storage of a cluster takes a JVM, once in a process for all settings that matter to it: these do not.
 _broker._NODE_SETTINGS = (
     *_broker._NODE_SETTINGS,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import os
 import sys
 import traceback
 from itertools import product
@@ -25,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 # In the place of this folder, whose modules are those of a package.
 sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
-# As in tests/conftest.py: time limits are for quick machines, and the second compiler of a JVM takes half of this one.
-os.environ.setdefault("OUTBOX_PATIENCE", "4")
-os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
+import machine  # noqa: E402
+
+machine.prepare()
 
 from chaos import soak, table  # noqa: E402
 from chaos.course import Configuration, Course, course_of  # noqa: E402

@@ -54,8 +54,9 @@ _ONLY_WAL: Final = ("stream.",)
 # How many of each fault are in the deck they are drawn from.
 RELAY_FAULTS: Final = {"relay_kill": 5, "relay_term": 2, "relay_pause": 3}
 MEMBER_FAULTS: Final = {"member_kill": 4, "member_term": 1, "member_pause": 3}
-_TWO: Final = ("postgres_kill", "postgres_cut", "postgres_blackhole", "broker_kill", "broker_pause", "kafka_cut")
-SERVER_FAULTS: Final = dict.fromkeys(_TWO, 2) | {"kafka_blackhole": 1, "kafka_requests": 4}
+_POSTGRES: Final = ("postgres_kill", "postgres_cut", "postgres_blackhole")
+_KAFKA: Final = ("broker_kill", "broker_pause", "kafka_cut", "kafka_blackhole")
+SERVER_FAULTS: Final = dict.fromkeys((*_POSTGRES, *_KAFKA), 2) | {"kafka_requests": 4}
 _ACTS: Final = {
     "discard": 4,
     "mend": 4,
@@ -230,11 +231,9 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         calm = 0.0
     # Without the calm, which is put in afterwards.
     seconds = configuration.seconds - calm
-    shorter = 2.0 if calm else 0.0
-    between = (3.0 - shorter, 7.0 - 2.5 * shorter)
     faults = [
-        *track(chance, seconds, RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0 - 1.5 * shorter)),
-        *track(chance, seconds, SERVER_FAULTS, configuration, first=6.0 - shorter, pause=between),
+        *track(chance, seconds, RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 4.5)),
+        *track(chance, seconds, SERVER_FAULTS, configuration, first=4.0, pause=(1.5, 4.0)),
     ]
     calm_at = seconds / 2
     if standby:
@@ -248,7 +247,10 @@ def course_of(seed: int, configuration: Configuration) -> Course:
     if configuration.operators and seed % 5 == 4 and not configuration.lossy:
         acts += [Act(round(part * configuration.seconds, 1), "retention") for part in _RETENTION]
     # Few events a lane, where its steps are to be explained.
-    lanes = 256 if seed % 2 or configuration.traces else 4
+    lanes = 256 if configuration.traces else (4, 256, 4, 64)[seed % 4]
+    if configuration.brokers > 1 and configuration.delivery == "exactly-once":
+        # A marker for each lane, each in a partition of its own with three replicas: 256 take both processors.
+        lanes = min(lanes, 64)
     return Course(
         seed,
         configuration,

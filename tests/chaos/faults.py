@@ -19,6 +19,7 @@ from support import MUTANT, logged
 from threads import Threads
 
 from chaos.course import RELAYS, Course, Fault
+from chaos.recovery import Clock
 from outbox.sandbox.errors import ServiceError
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
@@ -215,10 +216,13 @@ class _Step(Generic[_P]):
 class Hand(Threads, Generic[_P]):
     """Carries out one track of the course in a thread; ``healed`` is called when a step has ended.
 
-    ``stop`` lets it finish the step in hand, and heal what is broken.
+    ``clock`` stands while nothing could be published. ``stop`` lets it finish the step in hand and heal what is broken.
     """
 
-    def __init__(self, name: str, planned: Sequence[_P], healed: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, name: str, planned: Sequence[_P], clock: Clock, healed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._clock = clock
         self._healed = healed
         steps: list[_Step[_P]] = []
         for number, each in enumerate(planned):
@@ -237,16 +241,24 @@ class Hand(Threads, Generic[_P]):
             if self._stop.is_set() and step.begins:
                 continue
             if step.begins:
+                if self._stops_all(step.planned):
+                    self._clock.stop()
                 self._begin(step.planned)
                 self.done.append(step.planned)
             elif step.planned in self.done:
                 self._end(step.planned)
+                if self._stops_all(step.planned):
+                    self._clock.start()
                 self._healed()
         while not self._stop.wait(0.25):
             self._meanwhile()
 
     def _meanwhile(self) -> None:
         pass
+
+    def _stops_all(self, planned: _P) -> bool:
+        """Return whether nothing may be published until this has ended."""
+        return False
 
     def _begin(self, planned: _P) -> None:
         raise NotImplementedError
@@ -258,8 +270,8 @@ class Hand(Threads, Generic[_P]):
 class RelayHand(Hand[Fault]):
     """Kills, stops and halts relays, and replaces those that ended."""
 
-    def __init__(self, course: Course, relays: Relays, healed: Callable[[], None]) -> None:
-        super().__init__("relay-hand", [each for each in course.faults if each.name.startswith("relay")], healed)
+    def __init__(self, course: Course, relays: Relays, clock: Clock, healed: Callable[[], None]) -> None:
+        super().__init__("relay-hand", [each for each in course.faults if each.name.startswith("relay")], clock, healed)
         self._relays = relays
 
     def _meanwhile(self) -> None:
@@ -294,9 +306,13 @@ class RelayHand(Hand[Fault]):
 class ServerHand(Hand[Fault]):
     """Strikes Postgres, the brokers and the networks on both sides of the relays."""
 
-    def __init__(self, course: Course, servers: Servers, healed: Callable[[], None]) -> None:
-        super().__init__("server-hand", [each for each in course.faults if not each.name.startswith("relay")], healed)
+    def __init__(self, course: Course, servers: Servers, clock: Clock, healed: Callable[[], None]) -> None:
+        faults = [each for each in course.faults if not each.name.startswith("relay")]
+        super().__init__("server-hand", faults, clock, healed)
         self._servers = servers
+
+    def _stops_all(self, planned: Fault) -> bool:
+        return True
 
     def _begin(self, planned: Fault) -> None:
         servers = self._servers

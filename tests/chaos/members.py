@@ -25,6 +25,7 @@ from chaos.history import Effect, EventIds, Group, Place
 from chaos.member import FROM
 from chaos.payments import ATOMIC, DELIVERY, GROUP, JOB_GROUP, PROVIDER, SPARK_GROUP, TABLE, TOPICS, ChaosProvider
 from chaos.reading import LiveReader, headers, read_all
+from chaos.recovery import Clock
 from chaos.stage import Stage
 from outbox._app import migrate as db
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -312,8 +313,8 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 class MemberHand(Hand[Fault]):
     """Kills, stops and halts members, and replaces those that ended. ``applies``: one that applies events is healed."""
 
-    def __init__(self, course: Course, members: Members, applies: Callable[[], None]) -> None:
-        super().__init__("member-hand", course.member_faults)
+    def __init__(self, course: Course, members: Members, clock: Clock, applies: Callable[[], None]) -> None:
+        super().__init__("member-hand", course.member_faults, clock)
         self._members = members
         self._applies = applies
 

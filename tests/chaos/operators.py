@@ -27,6 +27,7 @@ from chaos.faults import Hand, Relays, program
 from chaos.history import EventIds, OnceSpan, Replay
 from chaos.members import Members
 from chaos.reading import LiveReader
+from chaos.recovery import Clock
 from chaos.stage import Stage
 from outbox.sandbox._process import patience
 from outbox.sandbox.errors import ServiceError
@@ -86,9 +87,10 @@ class OperatorHand(Hand[Act]):
         members: Members,
         reader: LiveReader,
         log: Path,
+        clock: Clock,
         mutation: str = "none",
     ) -> None:
-        super().__init__("operator-hand", course.acts)
+        super().__init__("operator-hand", course.acts, clock)
         self._stage = stage
         self._settings = {name: value for name, value in stage.settings.items() if name != "database_url"}
         self._settings["kafka__bootstrap_servers"] = self._settings.pop("bootstrap_servers")
@@ -113,6 +115,9 @@ class OperatorHand(Hand[Act]):
             for scope, name in paused:
                 self._give("relay", "resume", *([] if scope == "all" else [f"--{scope}", name]))
         self._relays.change(source=self._source())
+
+    def _stops_all(self, planned: Act) -> bool:
+        return planned.name in {"pause", "drain"} and planned.lane is None and planned.kind is None
 
     def _begin(self, planned: Act) -> None:
         match planned.name:
@@ -259,7 +264,7 @@ class OperatorHand(Hand[Act]):
         for (lane,) in self._look("SELECT name FROM outbox.pauses WHERE scope = 'lane'"):
             self._give("relay", "resume", "--lane", lane)
         self._wait_while(_NOT_HELD, _TAKE_OVER_SECONDS)
-        with self._relays.stopped():
+        with self._clock.stopped(), self._relays.stopped():
             # Those of relays that were killed.
             self._wait_while(_HELD, _LEASE_SECONDS)
             return self._give("db", "lanes", str(number))

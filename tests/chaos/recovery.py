@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,17 +23,61 @@ _FULL: Final = 8_000
 _EFFECTS: Final = "SELECT number, event_id::text FROM effects WHERE number > %s ORDER BY number"
 
 
+class Clock:
+    """Seconds in which events could be published: it stands while a server is down or operators stop everything.
+
+    Not while a relay is halted or killed: others are there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holds = 0
+        self._passed = 0.0
+        self._since = time.monotonic()
+
+    def seconds(self) -> float:
+        """Return how long it has run."""
+        with self._lock:
+            return self._passed if self._holds else self._passed + time.monotonic() - self._since
+
+    def stop(self) -> None:
+        """Let it stand, until ``start`` was called as often as this."""
+        with self._lock:
+            if not self._holds:
+                self._passed += time.monotonic() - self._since
+            self._holds += 1
+
+    def start(self) -> None:
+        """Let it go on, unless something else stops it."""
+        with self._lock:
+            self._holds -= 1
+            self._since = time.monotonic()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let it stand meanwhile."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
+
+
 @dataclass(slots=True)
 class Recovery:
     """One fault that was healed, and what the two recoveries took, in seconds.
 
-    first_read   until an event is read that was committed after the healing. ``numbers``: those that the writers had
-                 given by then.
-    caught_up    until nothing is left of what was in the outbox after the healing. ``mark``: the highest id of it.
+    first_read   until an event is read that was committed after the healing, by the run's clock: ``begun`` is what it
+                 showed. ``numbers``: those that the writers had given by then. None, too, if another fault was healed
+                 before that: then that one's tells it.
+    caught_up    until nothing is left of what was in the outbox after the healing, later faults included. ``mark``: the
+                 highest id of it.
     """
 
     healed_at: float
+    begun: float
     numbers: Mapping[int, int]
+    overtaken: bool = False
     first_read: float | None = None
     mark: int | None = None
     caught_up: float | None = None
@@ -42,16 +86,19 @@ class Recovery:
 class RecoveryWatch(Threads):
     """Looks at the outbox five times a second, past the proxies. Holds the writers back while the outbox is full.
 
-    Other things may be struck meanwhile: that is part of the time. ``kinds`` are the aggregate types that nothing but
+    Other relays may be struck meanwhile: that is part of the time. ``kinds`` are the aggregate types that nothing but
     faults holds up; ``numbers`` returns how many events each writer has begun to write.
     """
 
-    def __init__(self, url: str, kinds: Sequence[str], pace: Pace, numbers: Callable[[], Mapping[int, int]]) -> None:
+    def __init__(
+        self, url: str, kinds: Sequence[str], pace: Pace, numbers: Callable[[], Mapping[int, int]], clock: Clock
+    ) -> None:
         self.recoveries: list[Recovery] = []
         self._url = url
         self._kinds = list(kinds)
         self._pace = pace
         self._numbers = numbers
+        self._clock = clock
         self._unread = False
         self._lock = threading.Lock()
         super().__init__({"recovery-watch": self._run})
@@ -59,7 +106,10 @@ class RecoveryWatch(Threads):
     def healed(self) -> None:
         """Begin to watch a recovery."""
         with self._lock:
-            self.recoveries.append(Recovery(time.monotonic(), dict(self._numbers())))
+            for each in self.recoveries:
+                each.overtaken = each.overtaken or each.first_read is None
+            begun = self._clock.seconds()
+            self.recoveries.append(Recovery(time.monotonic(), begun, dict(self._numbers())))
             self._unread = True
 
     def read(self, event: int) -> None:
@@ -67,13 +117,13 @@ class RecoveryWatch(Threads):
         if not self._unread:
             return
         writer, number = writer_and_number(event)
-        now = time.monotonic()
+        now = self._clock.seconds()
         with self._lock:
-            unread = [each for each in self.recoveries if each.first_read is None]
+            unread = [each for each in self.recoveries if each.first_read is None and not each.overtaken]
             for each in unread:
                 # Begun after the healing, so committed after it.
                 if number >= each.numbers.get(writer, 0):
-                    each.first_read = now - each.healed_at
+                    each.first_read = now - each.begun
             self._unread = any(each.first_read is None for each in unread)
 
     def first_reads(self) -> list[float]:
@@ -125,8 +175,10 @@ class EffectWatch(RecoveryWatch):
     ``read`` is here that an effect is found.
     """
 
-    def __init__(self, url: str, ids: EventIds, pace: Pace, numbers: Callable[[], Mapping[int, int]]) -> None:
-        super().__init__(url, (), pace, numbers)
+    def __init__(
+        self, url: str, ids: EventIds, pace: Pace, numbers: Callable[[], Mapping[int, int]], clock: Clock
+    ) -> None:
+        super().__init__(url, (), pace, numbers, clock)
         self._ids = ids
         self._last = 0
 

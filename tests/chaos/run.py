@@ -24,7 +24,7 @@ from chaos.history import Committed, EventIds, History, Message, Place
 from chaos.members import MemberHand, Members
 from chaos.operators import OperatorHand, audited
 from chaos.reading import LiveReader, read_all, to_message
-from chaos.recovery import STEADY, EffectWatch, RecoveryWatch
+from chaos.recovery import STEADY, Clock, EffectWatch, RecoveryWatch
 from chaos.specification import compare_with_specification
 from chaos.stage import KafkaSite, Stage
 from chaos.strangers import Strangers
@@ -35,8 +35,8 @@ from relay.protocol_trace import VARIABLE
 
 _EVENTS_A_SECOND: Final = 700.0
 # With operators the relays' turns are to end with nothing left: marks rise to what waits behind dead letters only then.
-_EVENTS_A_SECOND_BESIDE_OPERATORS: Final = 400.0
-_BYTES_A_SECOND: Final = 4_000_000.0
+_EVENTS_A_SECOND_BESIDE_OPERATORS: Final = 200.0
+_BYTES_A_SECOND: Final = 2_000_000.0
 _STANDS_STILL_SECONDS: Final = 60.0
 # What a relay logs of lanes that it can't publish.
 _STANDING: Final = (
@@ -167,10 +167,11 @@ class _Run:
         course, seconds = self.course, self.course.configuration.seconds
         most = _EVENTS_A_SECOND_BESIDE_OPERATORS if course.configuration.operators else _EVENTS_A_SECOND
         pace = Pace(course.configuration.rate or most, _BYTES_A_SECOND)
+        clock = Clock()
         factory = self.opened.enter_context(_quiet(RelayFactory(self._no_url, self._no_url, self.folder)))
         with (
             Workload(course, self.stage.kinds, self.stage.ids, self.stage.url, pace) as load,
-            RecoveryWatch(self.stage.url, STEADY, pace, lambda: load.attempted) as watch,
+            RecoveryWatch(self.stage.url, STEADY, pace, lambda: load.attempted, clock) as watch,
             LiveReader(self.stage.topics, self.stage.ids, watch.read, keep=course.retention) as reader,
         ):
             reader.follow(self.stage.first_topics)
@@ -178,15 +179,15 @@ class _Run:
             relays = Relays(factory, course, self.stage.settings, self.mutation, env)
             members = self.opened.enter_context(Members(self.stage, self.folder, course, self.mutation))
             strangers = self.opened.enter_context(Strangers(self.stage, course))
-            effects = EffectWatch(self.stage.url, self.stage.ids, pace, lambda: load.attempted)
+            effects = EffectWatch(self.stage.url, self.stage.ids, pace, lambda: load.attempted, clock)
             self.opened.enter_context(effects)
             self.stage.await_standby()
             started = time.monotonic()
-            one = RelayHand(course, relays, watch.healed)
-            other = ServerHand(course, self.stage.servers, watch.healed)
+            one = RelayHand(course, relays, clock, watch.healed)
+            other = ServerHand(course, self.stage.servers, clock, watch.healed)
             log = self.folder / "operators.log"
-            operators = OperatorHand(course, self.stage, relays, members, reader, log, self.mutation)
-            consuming = MemberHand(course, members, effects.healed)
+            operators = OperatorHand(course, self.stage, relays, members, reader, log, clock, self.mutation)
+            consuming = MemberHand(course, members, clock, effects.healed)
             with self.observer(self.stage, relays, members, reader), one, other, operators, consuming:
                 _sleep_until(started + course.topic_created_at)
                 self.stage.create_late(reader)

@@ -33,7 +33,7 @@ from outbox.testing.fixtures import Topics, migrate
 from relay.audit import ledger
 
 # Small batches: many turns. With 256 lanes each has its part of them.
-_BATCH: Final = {4: 200, 256: 1000}
+_BATCH: Final = {4: 200, 64: 1000, 256: 1000}
 _BATCHES_OF_A_TURN: Final = 8
 _PARTITIONS: Final = 4
 _WAL_SLOT: Final = "chaos"

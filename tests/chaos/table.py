@@ -23,8 +23,8 @@ repeats a run. The checker (`tests/chaos/checker.py`) compares the topics with w
 Jepsen's Kafka workload.
 
 - Load: 100,000 keys, and a hot one with a fifth of the events; payloads of 1 byte to 990 kB; transactions of 1 to 300
-  events, some rolled back, with savepoints, or committed long after later ones, half of them asynchronously; 4 or 256
-  lanes; a topic that is created during the run, and two that refuse some events.
+  events, some rolled back, with savepoints, or committed long after later ones, half of them asynchronously; 4,
+  64 or 256 lanes; a topic that is created during the run, and two that refuse some events.
 - Faults: relays killed, stopped, halted, and started with failpoints; brokers and Postgres killed and halted;
   connections cut, packets dropped, requests lost, late and doubled; in some runs a synchronous standby is promoted.
   With three brokers: three replicas, two in sync; networks fail to one of them.
@@ -47,9 +47,10 @@ Jepsen's Kafka workload.
 - Lost: under at-most-once what faults explain; the audit, with the ledger, must find as many. In half of these runs the
   inbox is at-most-once too, and must have recorded the messages without an effect: the audit names the same events. A
   late event of a key must have been sent before, and be one that a broker refused or was given up.
-- Recovery: seconds from the end of a fault until an event is read that was committed after it. Caught up: until
-  everything that was in the outbox then is published. Applied: from the end of a consumer's fault until the effect of
-  an event is there that was committed after it. All include later faults.
+- Recovery: seconds from the end of a fault until an event is read that was committed after it; where another fault ends
+  first, from that end. Applied: the same for faults of consumers, until the effect of such an event is there. Without
+  the seconds in which a server or network is struck, or operators stop everything. Caught up: until all is published
+  that was in the outbox at a fault's end, whatever happens meanwhile.
 - In time: the runs whose recovery took at most 2 s in the median, and 15 s at most. The machine and what else it does
   decide about that, so it is no anomaly.
 

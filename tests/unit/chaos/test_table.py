@@ -6,7 +6,7 @@ import json
 
 from chaos import table
 from chaos.history import EventIds, event_of
-from chaos.recovery import EffectWatch
+from chaos.recovery import Clock, EffectWatch, RecoveryWatch
 from chaos.workload import Pace
 
 OLD = {
@@ -62,10 +62,31 @@ class Effects:
 
 def test_a_consumer_has_recovered_when_it_applies_what_was_written_after_the_healing():
     ids, attempted = EventIds("a run", 1.8e9), {0: 2}
-    watch = EffectWatch("", ids, Pace(1, 1), lambda: attempted)
+    watch = EffectWatch("", ids, Pace(1, 1), lambda: attempted, Clock())
     rows = [(number, str(ids.id_of(event_of(0, number)))) for number in (0, 1)]
     watch.healed()
     watch._look(Effects([*rows, (8, "somebody else's")]))
     assert watch.first_reads() == []
     watch._look(Effects([*rows, (9, str(ids.id_of(event_of(0, 2))))]))
     assert len(watch.first_reads()) == 1
+
+
+def test_a_recovery_is_told_by_the_last_of_the_faults_that_were_healed_before_it():
+    attempted = {0: 2}
+    watch = RecoveryWatch("", (), Pace(1, 1), lambda: attempted, clock := Clock())
+    watch.healed()
+    clock.stop()
+    # Held twice, it goes on after both.
+    clock.stop()
+    clock.start()
+    attempted[0] = 4
+    watch.healed()
+    watch.read(event_of(0, 2))
+    assert watch.first_reads() == []
+    assert clock.seconds() == clock.seconds() == watch.recoveries[1].begun
+    clock.start()
+    watch.read(event_of(0, 4))
+    first, second = watch.recoveries
+    assert first.first_read is None
+    assert watch.first_reads() == [second.first_read]
+    assert 0 < second.first_read <= clock.seconds() - second.begun
