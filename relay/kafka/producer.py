@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
@@ -40,7 +41,7 @@ from relay.kafka.client import (
     text_of,
     unavailable_on_kafka_error,
 )
-from relay.kafka.headers import message_headers
+from relay.kafka.headers import MessageHeaders
 from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import Topics, Unanswered
 
@@ -84,8 +85,7 @@ class BatchProducer:
     def __init__(self, sending: Sending, transactional_id: str | None = None) -> None:
         self._router = sending.router
         self._topics = sending.topics
-        self._ce_source = sending.ce_source
-        self._headers = sending.headers
+        self._headers = MessageHeaders(sending.ce_source, sending.headers)
         self._at_most_once = sending.at_most_once
         self._transactional = transactional_id is not None
         self._records: dict[int, RecordMetadata] | None = {} if sending.record_offsets else None
@@ -417,8 +417,9 @@ class BatchProducer:
             return str(error)
         if topic not in self._used and (unusable := self._prepare(claim, topic)):
             return unusable
-        headers = message_headers(claim, self._ce_source, self._headers)
-        report = partial(self._on_failure if self._records is None else self._on_answer, claim)
+        headers = self._headers.of(claim)
+        # As partial, in half the time.
+        report = MethodType(self._on_failure if self._records is None else self._on_answer, claim)
         while True:
             try:
                 self.producer.produce(topic, claim.value, claim.aggregate_id, headers=headers, on_delivery=report)

@@ -80,6 +80,9 @@ class Router:
         return relay_topic_problem(topic) is None and (made or topic == self._dead_letter_topic)
 
     def topic(self, claim: Claim) -> str:
+        """Return the topic that an event goes to. Raises NoRoute."""
+        if claim.headers is None and (route := self._routes.get(claim.aggregate_type)) is not None:
+            return route.topic
         return self.topic_of(claim.aggregate_type, copy=claim.headers is not None and DEAD_LETTER in claim.headers)
 
     def topic_of(self, aggregate_type: str, *, copy: bool) -> str:

@@ -40,7 +40,7 @@ from outbox.event import (
 from outbox.models import EventModel, registered
 from relay.config import Settings
 from relay.core.ports import Claim
-from relay.kafka.headers import message_headers
+from relay.kafka.headers import MessageHeaders
 from relay.parts import build_router
 
 VERSION: Final = "3.0.0"
@@ -233,7 +233,7 @@ def _moved(node: Any, place: str) -> Any:
 def _header_names(settings: Settings) -> list[str]:
     traced = {TRACEPARENT: "", TRACESTATE: ""}
     claim = Claim(1, "", "", "", "", "", None, traced)
-    return [name for name, _ in message_headers(claim, settings.ce_source, HeaderSet(settings.headers))]
+    return [name for name, _ in MessageHeaders(settings.ce_source, HeaderSet(settings.headers)).of(claim)]
 
 
 def _common_headers(settings: Settings) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from outbox import Event, Outbox
 from outbox._app.choices import HeaderSet
 from relay.cli.app import app
 from relay.core.ports import Claim
-from relay.kafka.headers import message_headers
+from relay.kafka.headers import MessageHeaders
 from relay.kafka.routing import Router
 
 PAGE = "docs/reference/message-format.md"
@@ -137,9 +137,9 @@ def test_each_set_of_headers_is_that_of_the_pages_table():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
     own = {"content-type": "application/json", "traceparent": "t", "tracestate": "s", "tenant": "acme"}
     claim = Claim(1, "id", "Order", "4711", "OrderPlaced", "time", b"{}", own)
-    both = [name for name, _ in message_headers(claim, "/shop", HeaderSet.BOTH)]
+    both = [name for name, _ in MessageHeaders("/shop", HeaderSet.BOTH).of(claim)]
     assert [row[0].strip("`") for row in rows if row[0] != "your own"] == [name for name in both if name != "tenant"]
     for column, which in ((2, HeaderSet.CLOUDEVENTS), (3, HeaderSet.DEBEZIUM)):
-        names = {name for name, _ in message_headers(claim, "/shop", which)}
+        names = {name for name, _ in MessageHeaders("/shop", which).of(claim)}
         marked = {row[0].strip("`").replace("your own", "tenant") for row in rows if row[column] == "✓"}
         assert marked == names

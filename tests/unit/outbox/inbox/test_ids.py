@@ -11,7 +11,7 @@ import pytest
 from outbox._app.choices import HeaderSet
 from outbox.inbox import MessageIdMissing, message_id
 from relay.core.ports import Claim
-from relay.kafka.headers import message_headers
+from relay.kafka.headers import MessageHeaders
 from spark_jobs.task.incoming import _first, _Headers, _ids
 
 ID = UUID("0198a7c4-5d3e-7b21-9c55-2f6d8e1a4b70")
@@ -58,7 +58,7 @@ def test_where_the_id_is_found(message):
 @pytest.mark.parametrize("which", HeaderSet)
 def test_every_set_of_the_relays_headers_has_it(which):
     claim = Claim(1, str(ID), "Order", "4711", "OrderPlaced", "2026-01-01T00:00:00Z", b"{}", {"tenant": "a"})
-    assert message_id(Confluent(message_headers(claim, "//shop", which))) == ID
+    assert message_id(Confluent(MessageHeaders("//shop", which).of(claim))) == ID
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from outbox.registry import Avro, JsonSchema, Protobuf
 from relay.cli.app import app
 from relay.config import load
 from relay.core.ports import Claim
-from relay.kafka.headers import message_headers
+from relay.kafka.headers import MessageHeaders
 from relay.operations import asyncapi
 
 SPECIFICATION = json.loads((Path(__file__).parents[3] / "support" / "asyncapi-3.0.0.json").read_text())
@@ -128,7 +128,7 @@ def test_a_published_event_fits_its_message(which):
     assert value is not None
     own = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "tenant": "acme"}
     claim = Claim(1, str(UUID(int=1)), "Order", "1", "OrderPlaced", "2026-01-01T00:00:00.000000Z", value, own)
-    headers = dict(message_headers(claim, "/shop", which))
+    headers = dict(MessageHeaders("/shop", which).of(claim))
     validated(made, message["payload"], json.loads(value))
     validated(made, message["headers"], headers)
     assert message["description"] == "Somebody has ordered."
