@@ -50,6 +50,7 @@ BROKERS = {
         "integration/outbox/consumer/test_regrown_log.py",
         "integration/outbox/consumer/test_unknown_offsets.py",
         "integration/outbox/transform/test_ends.py",
+        "integration/relay/kafka/test_damaged_markers.py",
         "integration/relay/kafka/test_publisher.py",
         "integration/relay/operations/test_doctor_rights.py",
         "integration/relay/settle/test_late_commits.py",

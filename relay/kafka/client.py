@@ -83,8 +83,12 @@ def headers_of(message: Message) -> dict[str, Any]:
 
 
 def reader_options(options: Mapping[str, str], group: str, isolation: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a consumer that reads assigned partitions, and always from their leaders."""
+    """Return the options of a consumer that reads assigned partitions, and always from their leaders.
+
+    It checks records as members of groups do: what is damaged is an error, and neither a marker nor proof of an event.
+    """
     return {
+        "check.crcs": True,
         **complete(options),
         # A follower in the reader's own rack may lag behind the leader.
         "client.rack": "",
