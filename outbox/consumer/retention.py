@@ -226,8 +226,8 @@ class IdRetention:
                         )
                     if time.monotonic() >= deadline:
                         raise ConsumerUnavailable(
-                            f"Postgres, keeping the days of processed_messages: {done.problem}: tasks are using them; "
-                            "what is done stays done, run it again"
+                            f"Postgres, keeping the days of processed_messages: {done.problem}; tasks may "
+                            "be using them. What is done stays done, run it again"
                         )
                     time.sleep(0.5)
 
