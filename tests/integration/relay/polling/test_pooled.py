@@ -59,7 +59,7 @@ def test_a_transaction_that_has_settled_nothing_proves_nothing(outbox_postgres, 
                 yield 0.0
 
         with monkeypatch.context() as patch:
-            patch.setattr(settlement, "_LOCKED_SECONDS", Unlocked())
+            patch.setattr(settlement, "LOCKED_SECONDS", Unlocked())
             assert pooled.fetch(10) == []
     assert fetched(pooled.fetch(10)) == ["a"]
 
