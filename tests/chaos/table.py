@@ -18,41 +18,30 @@ _CODE: Final = ("outbox", "relay", "spark_jobs", "migrations", "tests", "require
 _HEAD: Final = """\
 # Chaos
 
-`make chaos` runs business transactions and three relays, and kills, halts and disconnects everything at random; a seed
-repeats a run. The checker (`tests/chaos/checker.py`) compares the topics with what was committed, in the terms of
-Jepsen's Kafka workload.
+`make chaos` runs business transactions, three relays and six consumers, and kills, halts and disconnects everything at
+random; a seed repeats a run. The checker (`tests/chaos/checker.py`) compares what was committed with the topics and
+with the effects, in the terms of Jepsen's Kafka workload.
 
 - Load: 100,000 keys, and a hot one with a fifth of the events; payloads of 1 byte to 990 kB; transactions of 1 to 300
-  events, some rolled back, with savepoints, or committed long after later ones, half of them asynchronously; 4,
-  64 or 256 lanes; a topic that is created during the run, and two that refuse some events.
-- Faults: relays killed, stopped, halted, and started with failpoints; brokers and Postgres killed and halted;
-  connections cut, packets dropped, requests lost, late and doubled; in some runs a synchronous standby is promoted.
-  With three brokers: three replicas, two in sync; networks fail to one of them.
-- Operators: commands discard and retry dead letters, pause and resume, replay the archive, add partitions, switch the
-  source, change the delivery and the number of lanes; in some runs records that all have read are deleted from Kafka.
-  The table names the first source and delivery. (At-most-once without archive, WAL, or another delivery.)
-- Consumers: two members of an inbox group (or of `outbox consume --continuous`), two of a transformer from topic to
-  topic, and two callers of a payment provider, under the same faults. The provider refuses some calls, and loses some
-  requests and answers.
-- Strangers write into the same topics: header names and values that are not UTF-8, ids that are no UUIDs or of times
-  after 9999, no ids, 1 MB, deep JSON, tombstones, times of any year; some in transactions that stay open for a while,
-  are aborted, or left behind.
-- In the end each group must have the effect of each event once (the transformer: of each message), in the order of its
-  partition or key, and as dead letters exactly the strangers' messages that it can't apply; the provider must have what
-  is confirmed, once. `outbox audit` must find what the checker finds.
-- Anomalies: lost, duplicated, aborted, reordered, in a wrong partition, corrupted, misrouted, invented, unstable,
-  wrong dead letters, stuck; not applied, applied twice, or out of order. A discarded event must be on no topic, and a
-  replay must repeat what its audit lists.
-- Repeats: under at-least-once a fault must explain each; under exactly-once and at-most-once each is an anomaly.
-- Lost: under at-most-once what faults explain; the audit, with the ledger, must find as many. In half of these runs the
-  inbox is at-most-once too, and must have recorded the messages without an effect: the audit names the same events. A
-  late event of a key must have been sent before, and be one that a broker refused or was given up.
+  events, some rolled back, committed late or asynchronously; 4, 64 or 256 lanes; a topic that is created during the
+  run, and two that refuse some events.
+- Faults: processes killed, stopped and halted, also at failpoints; brokers and Postgres killed and halted; connections
+  cut, packets dropped, requests lost, late and doubled; in some runs a synchronous standby is promoted. Three brokers
+  have three replicas, two in sync.
+- Operators: commands discard and retry dead letters, pause, replay, add partitions, change source, delivery and lanes;
+  in some runs records are deleted from Kafka. The table names the first source and delivery.
+- Consumers: two members each of an inbox group (or of `outbox consume --continuous`), of a transformer, and of callers
+  of a payment provider, which refuses some calls and loses some answers.
+- Strangers write into the same topics: names and ids that are none, 1 MB, deep JSON, tombstones, times of any year, in
+  transactions that are aborted or left behind.
+- Each group must have the effect of each event once, in order, and as dead letters what it can't apply; `outbox audit`
+  must find what the checker finds. Anything else is an anomaly.
+- Repeats and losses: under at-least-once and at-most-once, faults must explain each.
 - Recovery: seconds from the end of a fault until an event is read that was committed after it; where another fault ends
-  first, from that end. Applied: the same for faults of consumers, until the effect of such an event is there. Without
+  first, from that end. Applied: until the effect of such an event is there, after a fault of a consumer. Both without
   the seconds in which a server or network is struck, or operators stop everything. Caught up: until all is published
   that was in the outbox at a fault's end, whatever happens meanwhile.
-- In time: the runs whose recovery took at most 2 s in the median, and 15 s at most. The machine and what else it does
-  decide about that, so it is no anomaly.
+- In time: runs whose recovery took at most 2 s in the median, and 15 s at most.
 
 Each run is a line of `docs/explanation/chaos.jsonl`. Times are the median of the runs' medians, and the longest.
 """
