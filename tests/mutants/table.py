@@ -168,14 +168,6 @@ MUTANTS: Final = (
         (f"{_RELAY}/wal/test_history.py",),
     ),
     Mutant(
-        "unsettled_rows_read_ahead",
-        "NoDouble: what is not known to be settled is not read behind it",
-        "relay/polling/reader.py",
-        "published[lane] = [*claims, *published.get(lane, ())]",
-        "published[lane] = published.get(lane, ())",
-        (f"{_RELAY}/settle/test_committed_after_settling.py",),
-    ),
-    Mutant(
         "neighbours_first_marker",
         "a lane takes no marker of a neighbour that has, or had, the same name",
         "relay/core/marker.py",
