@@ -67,13 +67,16 @@ SELECT event_id, aggregate_type, aggregate_id, event_type, CASE WHEN fits THEN p
  ORDER BY id"""
 
 _BURY: Final = """
-WITH gone AS (
-    DELETE FROM {events} WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[]) RETURNING *)
-INSERT INTO {dead_letters} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
-                            headers, created_at, attempts, last_error, first_failed_at)
-SELECT g.lane, g.id, g.event_id, g.aggregate_type, g.aggregate_id, g.event_type, g.payload, g.payload_bytes,
-       g.headers, g.created_at, f.attempts, f.last_error, f.first_failed_at
-  FROM gone AS g JOIN {failures} AS f ON f.lane = g.lane AND f.id = g.id"""
+WITH found AS MATERIALIZED (
+    SELECT ARRAY(SELECT ctid FROM ONLY {events} WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[])) AS places),
+gone AS (DELETE FROM ONLY {events} WHERE ctid = ANY((SELECT places FROM found)::tid[]) RETURNING *),
+dead AS (
+    INSERT INTO {dead_letters} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
+                                headers, created_at, attempts, last_error, first_failed_at)
+    SELECT g.lane, g.id, g.event_id, g.aggregate_type, g.aggregate_id, g.event_type, g.payload, g.payload_bytes,
+           g.headers, g.created_at, f.attempts, f.last_error, f.first_failed_at
+      FROM gone AS g JOIN {failures} AS f ON f.lane = g.lane AND f.id = g.id)
+SELECT {all_gone}"""
 
 # An event whose time is infinity, which a writer may have set, has none on its way.
 _KEEP: Final = """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import psycopg
 import pytest
-from failing_lane import Lane, lane, turn
+from failing_lane import BLOCK, SKIP, Lane, lane, turn
 from polling_support import add, table
 from rows_and_roles import KEEP
 from support import wait_until
@@ -86,6 +86,28 @@ def test_at_most_once_sends_nothing_that_a_trigger_keeps(lane):
         source.fetch(10)
     source.close()
     assert (lane.lost, left(lane)) == ([], ["a1"])
+
+
+@pytest.mark.parametrize("router", [BLOCK, SKIP], ids=["block", "skip"])
+def test_a_dead_event_that_a_trigger_keeps_is_reported_and_a_row_of_a_child_is_left_alone(lane, router):
+    """It would be refused for ever, without a dead letter; or its key wait for one that is not there."""
+    lane.add("a1")
+    source = lane.source(router)
+    lane.admin.execute("CREATE TABLE outbox.old () INHERITS (outbox.events)")
+    columns = "id, event_id, aggregate_type, aggregate_id, event_type"
+    lane.admin.execute(f"INSERT INTO outbox.old ({columns}) SELECT {columns} FROM outbox.events")
+    lane.admin.execute(KEEP("events"))
+    (claim,) = source.fetch(10)
+    with pytest.raises(StandingError, match="settling lane 0: rows can't be deleted"):
+        source.settle(Receipt(refused=[(claim, "too large")]))
+    assert lane.rows("SELECT (SELECT count(*) FROM outbox.failures), (SELECT count(*) FROM outbox.dead_letters)") == [
+        (0, 0)
+    ]
+    lane.admin.execute("DROP FUNCTION outbox.keep CASCADE")
+    source.settle(Receipt(refused=[(claim, "too large")]))
+    assert left(lane) == []
+    assert lane.rows("SELECT event_type FROM outbox.dead_letters") == [("a1",)]
+    assert lane.rows("SELECT count(*) FROM outbox.old") == [(1,)]
 
 
 @pytest.fixture
