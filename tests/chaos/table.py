@@ -30,8 +30,8 @@ with the effects, in the terms of Jepsen's Kafka workload.
   have three replicas, two in sync.
 - Operators: commands discard and retry dead letters, pause, replay, add partitions, change source, delivery and lanes;
   in some runs records are deleted from Kafka. The table names the first source and delivery.
-- Consumers: two members each of an inbox group (or of `outbox consume --continuous`), of a transformer, and of callers
-  of a payment provider, which refuses some calls and loses some answers.
+- Consumers: two members each of an inbox group (or Spark's `outbox consume --continuous`), of a transformer, and of
+  callers of a payment provider, which refuses some calls and loses some answers.
 - Strangers write into the same topics: names and ids that are none, 1 MB, deep JSON, tombstones, times of any year, in
   transactions that are aborted or left behind.
 - Each group must have the effect of each event once, in order, and as dead letters what it can't apply; `outbox audit`
@@ -59,10 +59,8 @@ again: each is compared with itself, the last third of its samples with the firs
 |---|---|---|---|---|---|
 """
 
-# With what the rows of runs before there were consumers lack.
-_CONFIGURATION: Final = {"source": "", "delivery": "", "brokers": 0, "consumers": "none"}
-
-_TIMES: Final = {"recovery": "recovery", "caught up": "catch_up", "applied": "effect"}
+_CONFIGURATION: Final = ("source", "delivery", "brokers")
+_TIMES: Final = {"recovery": "recovery", "caught up": "catch_up"}
 _MEDIAN_SECONDS: Final = 2.0
 _LONGEST_SECONDS: Final = 15.0
 
@@ -109,20 +107,24 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
 def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     by_configuration: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        by_configuration[tuple(row.get(name, default) for name, default in _CONFIGURATION.items())].append(row)
-    columns = (*_CONFIGURATION, "runs", "events", "faults", "repeats", "lost", *_TIMES, "in time", "anomalies")
+        by_configuration[tuple(row[name] for name in _CONFIGURATION)].append(row)
+    counts = ("runs", "events", "faults", "repeats", "lost")
+    columns = (*_CONFIGURATION, *counts, *_TIMES, "applied", "by Spark", "in time", "anomalies")
     yield "| " + " | ".join(columns) + " |"
     yield "|" + "---|" * len(columns)
     for configuration, runs in sorted(by_configuration.items()):
         anomalies = sum(sum(row["anomalies"].values()) for row in runs)
+        by_spark = [row for row in runs if row["consumers"] == "spark"]
         shown = (
             *configuration,
             len(runs),
             f"{sum(row['events'] for row in runs):,}",
             sum(sum(row["faults"].values()) for row in runs),
             f"{sum(row['repeats'] for row in runs):,}",
-            f"{sum(row.get('lost', 0) for row in runs):,}",
+            f"{sum(row['lost'] for row in runs):,}",
             *(_seconds(runs, figure) for figure in _TIMES.values()),
+            _seconds([row for row in runs if row not in by_spark], "effect"),
+            _seconds(by_spark, "effect"),
             _in_time(runs),
             f"**{anomalies}**" if anomalies else "none",
         )
