@@ -418,7 +418,6 @@ class BatchProducer:
         if topic not in self._used and (unusable := self._prepare(claim, topic)):
             return unusable
         headers = self._headers.of(claim)
-        # As partial, in half the time.
         report = MethodType(self._on_failure if self._records is None else self._on_answer, claim)
         while True:
             try:

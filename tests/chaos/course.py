@@ -246,11 +246,10 @@ def course_of(seed: int, configuration: Configuration) -> Course:
     acts = [*_acts(seed, configuration, (calm_at, calm_at + calm), standby=standby)]
     if configuration.operators and seed % 5 == 4 and not configuration.lossy:
         acts += [Act(round(part * configuration.seconds, 1), "retention") for part in _RETENTION]
+    # Exactly-once has a partition for each lane: 256 with three replicas take both processors.
+    most = 64 if configuration.brokers > 1 and configuration.delivery == "exactly-once" else 256
     # Few events a lane, where its steps are to be explained.
-    lanes = 256 if configuration.traces else (4, 256, 4, 64)[seed % 4]
-    if configuration.brokers > 1 and configuration.delivery == "exactly-once":
-        # A marker for each lane, each in a partition of its own with three replicas: 256 take both processors.
-        lanes = min(lanes, 64)
+    lanes = 256 if configuration.traces else min((4, 256, 4, 64)[seed % 4], most)
     return Course(
         seed,
         configuration,
