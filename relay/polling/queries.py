@@ -184,10 +184,12 @@ WITH given AS (
        AND {timeline} = %(timeline)s),
 free AS (
     SELECT l.lane, m.batch FROM {lanes} AS l JOIN given AS m ON {ours}
-     WHERE (l.last_batch IS NOT DISTINCT FROM m.batch OR (l.last_batch IS NULL AND m.first))
+     WHERE (l.last_batch IS NOT DISTINCT FROM m.batch
+            OR (coalesce(l.last_batch, 0) = 0 AND (m.first OR m.batch IS NULL)))
        AND coalesce(m.lsn <= pg_current_wal_insert_lsn() - '0/0'::pg_lsn, true)
        FOR NO KEY UPDATE OF l SKIP LOCKED)
-UPDATE {lanes} AS l SET transactional_id = %(own_id)s, last_batch = free.batch FROM free WHERE l.lane = free.lane
+UPDATE {lanes} AS l SET transactional_id = %(own_id)s, last_batch = coalesce(free.batch, l.last_batch)
+  FROM free WHERE l.lane = free.lane
 RETURNING l.lane, (SELECT {synchronous})"""
 
 _ADOPTED: Final = """

@@ -27,7 +27,7 @@ with the effects, in the terms of Jepsen's Kafka workload.
   run, and two that refuse some events.
 - Faults: processes killed, stopped and halted, also at failpoints; brokers and Postgres killed and halted; connections
   cut, packets dropped, requests lost, late and doubled; in some runs a synchronous standby is promoted. Three brokers
-  have three replicas, two in sync.
+  have three replicas, two in sync. Servers keep their files in memory.
 - Operators: commands discard and retry dead letters, pause, replay, add partitions, change source, delivery and lanes;
   in some runs records are deleted from Kafka. The table names the first source and delivery.
 - Consumers: two members each of an inbox group (or Spark's `outbox consume --continuous`), of a transformer, and of
@@ -38,9 +38,9 @@ with the effects, in the terms of Jepsen's Kafka workload.
   must find what the checker finds. Anything else is an anomaly.
 - Repeats and losses: under at-least-once and at-most-once, faults must explain each.
 - Recovery: seconds from the end of a fault until an event is read that was committed after it; where another fault ends
-  first, from that end. Applied: until the effect of such an event is there, after a fault of a consumer. Both without
-  the seconds in which a server or network is struck, or operators stop everything. Caught up: until all is published
-  that was in the outbox at a fault's end, whatever happens meanwhile.
+  first, from that end, so that several in a row count once. Applied: until the effect of such an event is there, after
+  a fault of a consumer. Both without the seconds in which a server or network is struck, or operators stop everything.
+  Caught up: until all is published that was in the outbox at a fault's end, whatever happens meanwhile.
 - In time: runs whose recovery took at most 2 s in the median, and 15 s at most.
 
 Each run is a line of `docs/explanation/chaos.jsonl`. Times are the median of the runs' medians, and the longest.

@@ -17,7 +17,7 @@ from outbox.sandbox import _broker, _dirs
 _MEMORY: Final = Path("/dev/shm")
 
 
-def prepare() -> None:
+def prepare(*, in_memory: bool = True) -> None:
     """Set what JVMs and time limits read from the environment, and where servers keep their files."""
     # A time limit costs nothing where a test passes, and everything where the machine is slow.
     os.environ.setdefault("OUTBOX_PATIENCE", "4")
@@ -33,7 +33,8 @@ def prepare() -> None:
     # of the wait that it takes on a disk. What servers write here need not outlive the machine; it does outlive their
     # kills. A small machine, a container's small /dev/shm and whoever sets TMPDIR keep them where they were.
     if (
-        "TMPDIR" not in os.environ
+        in_memory
+        and "TMPDIR" not in os.environ
         and os.access(_MEMORY, os.W_OK | os.X_OK)
         and shutil.disk_usage(_MEMORY).free >= 6 << 30
         and psutil.virtual_memory().available >= 10 << 30

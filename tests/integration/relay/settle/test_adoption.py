@@ -219,22 +219,24 @@ def test_lanes_that_have_nothing_to_settle_are_adopted_at_once_and_no_others(tab
 
 
 def test_lanes_that_are_new_are_adopted_at_once_by_their_first_markers(tables):
-    source = tables.source(leases := tables.acquire(range(6)))
+    source = tables.source(leases := tables.acquire(range(8)))
     identity, _ = source.store.identity(leases)
     assert identity is not None
     first = Marker(1, 1, identity.system_identifier, identity.timeline, outbox=identity.outbox)
-    markers: dict[int, Marker | None] = dict.fromkeys(range(6), first)
+    markers: dict[int, Marker | None] = dict.fromkeys(range(8), first)
     # Of an earlier version; of another outbox; with events, of which ``adopt`` finds out whether they are there.
     markers[1] = replace(first, outbox=None)
     markers[2] = replace(first, outbox="another")
     markers[3] = replace(first, positions=(1,), event_ids=("01890a5d-ac96-774b-bcce-b302099a8057",))
     markers[4] = replace(first, batch=2)
-    # One that is not new.
-    tables.run("UPDATE outbox.lanes SET last_batch = 3 WHERE lane = 5")
+    # One that is not new, and two that `outbox db lanes` has added.
+    markers[6] = None
+    for lane, batch in {5: 3, 6: 0, 7: 0}.items():
+        tables.run("UPDATE outbox.lanes SET last_batch = %s WHERE lane = %s", batch, lane)
     adopted = source.store.adopt_settled(leases, markers, "mine")
-    assert adopted == {0: (first, identity), 1: (markers[1], identity)}
+    assert adopted == {lane: (markers[lane], identity) for lane in (0, 1, 6, 7)}
     assert tables.ids() == {lane: "mine" if lane in adopted else None for lane in range(MANY)}
-    assert tables.batches() == {0: 1, 1: 1, 5: 3} | dict.fromkeys([2, 3, 4, 6, 7, 8])
+    assert tables.batches() == {0: 1, 1: 1, 5: 3, 6: 0, 7: 1} | dict.fromkeys([2, 3, 4, 8])
     assert [(lease.former_id, lease.last_batch) for lease in leases[:3]] == [("mine", 1), ("mine", 1), (None, None)]
 
 
