@@ -114,14 +114,14 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     yield "|" + "---|" * len(columns)
     for configuration, runs in sorted(by_configuration.items()):
         anomalies = sum(sum(row["anomalies"].values()) for row in runs)
-        by_spark = [row for row in runs if row["consumers"] == "spark"]
+        by_spark = [row for row in runs if row.get("consumers") == "spark"]
         shown = (
             *configuration,
             len(runs),
             f"{sum(row['events'] for row in runs):,}",
             sum(sum(row["faults"].values()) for row in runs),
             f"{sum(row['repeats'] for row in runs):,}",
-            f"{sum(row['lost'] for row in runs):,}",
+            f"{sum(row.get('lost', 0) for row in runs):,}",
             *(_seconds(runs, figure) for figure in _TIMES.values()),
             _seconds([row for row in runs if row not in by_spark], "effect"),
             _seconds(by_spark, "effect"),
