@@ -68,8 +68,8 @@ class Recovery:
     """One fault that was healed, and what the two recoveries took, in seconds.
 
     first_read   until an event is read that was committed after the healing, by the run's clock: ``begun`` is what it
-                 showed. ``numbers``: those that the writers had given by then. None, too, if another fault was healed
-                 before that: then that one's tells it.
+                 showed. ``numbers``: those that the writers had given by then. If another fault is healed before that,
+                 this stays None, and only the later recovery is measured.
     caught_up    until nothing is left of what was in the outbox after the healing, later faults included. ``mark``: the
                  highest id of it.
     """

@@ -73,7 +73,7 @@ def test_a_consumer_has_recovered_when_it_applies_what_was_written_after_the_hea
     assert len(watch.first_reads()) == 1
 
 
-def test_a_recovery_is_told_by_the_last_of_the_faults_that_were_healed_before_it():
+def test_a_recovery_is_measured_from_the_last_fault_that_was_healed_before_it():
     attempted = {0: 2}
     watch = RecoveryWatch("", (), Pace(1, 1), lambda: attempted, clock := Clock())
     watch.healed()

@@ -96,7 +96,7 @@ def test_the_owner_is_told_what_keeps_the_days_as_they_are(sink):
         assert "lock timeout" in next(pruned).problem
         with pytest.raises(ConsumerUnavailable, match="tasks may be using them"):
             next(pruned)
-    # Tried again while somebody may let go.
+    # It is tried again until the task has released its lock.
     task = psycopg.connect(sink.url)
     task.execute("LOCK TABLE consumer.processed_messages IN ROW EXCLUSIVE MODE")
     pruned = sink.memory.prune()
