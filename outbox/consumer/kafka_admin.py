@@ -6,14 +6,15 @@ import datetime as dt
 import functools
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import ConfigResource, OffsetSpec  # type: ignore[attr-defined]
@@ -25,6 +26,8 @@ from outbox.consumer import patience
 from outbox.consumer.errors import ConsumerError
 from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
+
+_T = TypeVar("_T")
 
 _COMMITTED: Final = IsolationLevel.READ_COMMITTED
 _SECONDS: Final = 20.0
@@ -95,13 +98,26 @@ class KafkaAdmin:
         self._seconds = seconds
         # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
+        # Set when the next request needs another client.
+        self._useless = threading.Event()
         self._connect()
+        self._committers: dict[str, _PositionCommitter] = {}
         self._verified: dict[Partition, tuple[int, int, int | None]] = {}
 
     def _connect(self) -> None:
-        self._certificates = Certificates(self._options)
         self._admin = Admin(self._options, functools.partial(_hear, self._refusals))
-        self._committers: dict[str, _PositionCommitter] = {}
+        self._useless.clear()
+
+    def _client(self) -> Admin:
+        """Return the client: another one after a request that was not answered in time.
+
+        A client without topics asks for no metadata by itself. If its controller is gone, or a broker that had just
+        started named no brokers, its requests time out however long the brokers have been back. So do those of a client
+        whose certificates are no longer accepted.
+        """
+        if self._useless.is_set():
+            self._connect()
+        return self._admin
 
     def look(
         self,
@@ -139,10 +155,6 @@ class KafkaAdmin:
                 if not snapshot.missing or time.monotonic() > deadline:
                     return snapshot
             except KafkaException as error:
-                if _code(error) == KafkaError._TIMED_OUT:  # noqa: SLF001  a documented name, in spite of the underscore
-                    # Perhaps its controller was killed: a client without topics does not ask for another by itself.
-                    with suppress(KafkaException):
-                        self._admin.list_topics(timeout=min(1.0, self._seconds))
                 if _code(error) not in _UNHEARD or time.monotonic() > deadline:
                     raise self._failure(error) from error
             time.sleep(0.2)
@@ -150,7 +162,7 @@ class KafkaAdmin:
     def ends(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return the current end of each partition's committed messages. Raises ConsumerUnavailable."""
         with self._asking() as seconds:
-            return _offsets(self._admin.ask_offsets(partitions, LATEST, _COMMITTED, seconds))
+            return _offsets(self._client().ask_offsets(partitions, LATEST, _COMMITTED, seconds))
 
     def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
         """Return the offset of each partition's first message at or after a time; None where all are older.
@@ -159,7 +171,7 @@ class KafkaAdmin:
         """
         spec = OffsetSpec.for_timestamp(int(when.timestamp() * 1000))
         with self._asking() as seconds:
-            found = _offsets(self._admin.ask_offsets(partitions, spec, _COMMITTED, seconds))
+            found = _offsets(self._client().ask_offsets(partitions, spec, _COMMITTED, seconds))
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
 
     def regrown(self, stored: Mapping[Partition, StoredOffset], bounds: Mapping[Partition, OffsetBounds]) -> list[Loss]:
@@ -192,15 +204,18 @@ class KafkaAdmin:
 
     def describe(self, topics: Iterable[str], seconds: float | None = None) -> Mapping[str, Future[Any]]:
         """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
-        asked: Mapping[str, Future[Any]] = self._admin.describe_topics(
-            TopicCollection(sorted(topics)), request_timeout=self._seconds if seconds is None else seconds
-        )
-        return asked
+        seconds = self._seconds if seconds is None else seconds
+        return self._watched(self._client().describe_topics(TopicCollection(sorted(topics)), request_timeout=seconds))
 
     def describe_group(self, group: str) -> Future[Any]:
         """Ask for a group's state and its members with their partitions, and return at once."""
-        asked: Mapping[str, Future[Any]] = self._admin.describe_consumer_groups([group], request_timeout=self._seconds)
-        return asked[group]
+        return self._watched(self._client().describe_consumer_groups([group], request_timeout=self._seconds))[group]
+
+    def _watched(self, asked: Mapping[_T, Future[Any]]) -> Mapping[_T, Future[Any]]:
+        for future in asked.values():
+            # Called in the client's own thread, which must not hold the last reference to the client.
+            future.add_done_callback(functools.partial(_note_silence, self._useless))
+        return asked
 
     def _result(self, future: Future[Any]) -> Any:
         """Return a request's result. Raises NotAuthorized as soon as a broker refuses it, instead of waiting."""
@@ -230,8 +245,8 @@ class KafkaAdmin:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
         explained = self._admin.errors.explained(error, self._admin)
         refused = self._refusals.pop() if self._refusals else explained.args[0]
-        if self._certificates.replaced():
-            self._connect()
+        if _is_silence(error):
+            self._useless.set()
         servers = self._options.get("bootstrap.servers")
         return of_kafka(
             refused, f"Kafka at {servers}" if is_refusal(refused) else f"Kafka does not answer at {servers}"
@@ -294,7 +309,8 @@ class KafkaAdmin:
     def _configurations(self, topics: Iterable[str]) -> list[Mapping[str, Any]]:
         wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
         with self._ask() as seconds:
-            return [one.result() for one in self._admin.describe_configs(wanted, request_timeout=seconds).values()]
+            asked = self._watched(self._client().describe_configs(wanted, request_timeout=seconds))
+            return [one.result() for one in asked.values()]
 
     def _snapshot(
         self, topics: Sequence[str], high_watermarks: bool, optional: Callable[[Partition], bool]
@@ -317,9 +333,9 @@ class KafkaAdmin:
         self._admin.errors.forget()
         with self._ask() as seconds:
             # All requests are sent before the first answer is awaited.
-            asked = [self._admin.ask_offsets(partitions, spec, _COMMITTED, seconds) for spec in (EARLIEST, LATEST)]
+            asked = [self._client().ask_offsets(partitions, spec, _COMMITTED, seconds) for spec in (EARLIEST, LATEST)]
             if high_watermarks:
-                asked.append(self._admin.ask_offsets(partitions, LATEST, IsolationLevel.READ_UNCOMMITTED, seconds))
+                asked.append(self._client().ask_offsets(partitions, LATEST, IsolationLevel.READ_UNCOMMITTED, seconds))
             first, end, *high = map(_offsets, asked)
             epochs = _epochs(asked[1])
         return TopicSnapshot(
@@ -340,7 +356,8 @@ class KafkaAdmin:
         Waits at most ``seconds`` for the answer, and not at all while an earlier answer is outstanding. With 0 the
         answers to earlier commits are returned, and ``lag_shown`` waits for the last.
         """
-        if group not in self._committers:
+        known = self._committers.get(group)
+        if known is None or known.is_outdated():
             self._committers[group] = _PositionCommitter(self._options, group, silent_logger())
         return self._committers[group].show(offsets, seconds)
 
@@ -366,6 +383,7 @@ class _PositionCommitter:
     def __init__(self, options: Mapping[str, str], group: str, logger: logging.Logger) -> None:
         self._unanswered = 0
         self._problem: str | None = None
+        self._certificates = Certificates(options)
         own: dict[str, Any] = {
             "group.id": group,
             "enable.auto.commit": False,
@@ -376,6 +394,10 @@ class _PositionCommitter:
         # With the newer protocol brokers choose that time, and librdkafka refuses it; without a member it has no use.
         given = {name: value for name, value in complete(options).items() if name != "group.protocol"}
         self._consumer = Consumer({**given, **own}, logger=logger)
+
+    def is_outdated(self) -> bool:
+        """Return whether it fails, and its certificates were replaced: only another one connects."""
+        return bool(self._unanswered or self._problem) and self._certificates.replaced()
 
     def show(self, offsets: Mapping[Partition, int], seconds: float) -> str | None:
         positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]
@@ -414,6 +436,16 @@ def _regrown(partition: Partition, cut: int, here: StoredOffset) -> Loss:
 def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
     if is_refusal(error):
         refusals.append(error)
+
+
+def _note_silence(useless: threading.Event, future: Future[Any]) -> None:
+    error = future.exception()
+    if isinstance(error, KafkaException) and _is_silence(error):
+        useless.set()
+
+
+def _is_silence(error: KafkaException) -> bool:
+    return _code(error) == KafkaError._TIMED_OUT  # noqa: SLF001  a documented name, in spite of the underscore
 
 
 def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:

@@ -1,0 +1,85 @@
+"""Requests of a group that the brokers do not answer: the next ones are made by another client.
+
+A client that only administers asks for no metadata by itself. After a broker had been killed, one was seen to time out
+for minutes while others had their answers at once.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaException
+from support import wait_until
+
+from outbox._clients.kafka_client import Admin
+from outbox.consumer.errors import ConsumerUnavailable
+from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.testing.fixtures import Topics
+
+SECONDS = 0.5
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address where connections are accepted, and nothing is answered."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture
+def deaf(outbox_kafka, nobody) -> Iterator[tuple[KafkaAdmin, str]]:
+    """A group's requests, whose client gets no answer any more, and a topic."""
+    with Topics(outbox_kafka.bootstrap_servers) as topics:
+        topic = topics.create_topic(topics.name("t"), 2)
+        view = KafkaAdmin({"bootstrap.servers": outbox_kafka.bootstrap_servers}, seconds=SECONDS)
+        view._admin = Admin({"bootstrap.servers": nobody})
+        yield view, topic
+
+
+AWAITED: dict[str, Callable[[KafkaAdmin, str], Any]] = {
+    "look": lambda view, topic: view.look([topic]),
+    "ends": lambda view, topic: view.ends([(topic, 0)]),
+    "configuration": lambda view, topic: view.retention_seconds(topic),
+}
+
+
+@pytest.mark.parametrize("name", AWAITED)
+def test_another_client_has_the_answer(deaf, name):
+    view, topic = deaf
+    with pytest.raises((ConsumerUnavailable, KafkaException)):
+        AWAITED[name](view, topic)
+    # In a client's own thread it may be noted a moment later.
+    wait_until(view._useless.is_set, what="the silence to be noted")
+    view._seconds = 30.0
+    AWAITED[name](view, topic)
+
+
+@pytest.mark.parametrize("what", ["topics", "group"])
+def test_so_it_is_where_nobody_waits_for_the_answer(deaf, what):
+    view, topic = deaf
+
+    def error() -> BaseException | None:
+        asked = view.describe([topic])[topic] if what == "topics" else view.describe_group("g")
+        return asked.exception(60)
+
+    assert isinstance(error(), KafkaException)
+    wait_until(view._useless.is_set, what="the silence to be noted")
+    view._seconds = 30.0
+    # The group's coordinator may not be there yet.
+    wait_until(lambda: error() is None, what="the answer")
+
+
+def test_what_is_asked_and_not_answered_ends_with_its_client(deaf):
+    view, topic = deaf
+    view._seconds = 60.0
+    left = view.describe([topic])[topic]
+    view._seconds = SECONDS
+    with pytest.raises(ConsumerUnavailable):
+        view.ends([(topic, 0)])
+    view._seconds = 30.0
+    assert view.ends([(topic, 0)]) == {(topic, 0): 0}
+    with pytest.raises(KafkaException):
+        left.result(30)
