@@ -121,6 +121,11 @@ class Configuration:
     def lossy(self) -> bool:
         return self.delivery == "at-most-once"
 
+    @property
+    def most_lanes(self) -> int:
+        # Exactly-once has a partition for each lane: 256 with three replicas take both processors.
+        return 64 if self.brokers > 1 and self.delivery == "exactly-once" else max(LANES)
+
     def __str__(self) -> str:
         return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"
 
@@ -246,10 +251,9 @@ def course_of(seed: int, configuration: Configuration) -> Course:
     acts = [*_acts(seed, configuration, (calm_at, calm_at + calm), standby=standby)]
     if configuration.operators and seed % 5 == 4 and not configuration.lossy:
         acts += [Act(round(part * configuration.seconds, 1), "retention") for part in _RETENTION]
-    # Exactly-once has a partition for each lane: 256 with three replicas take both processors.
-    most = 64 if configuration.brokers > 1 and configuration.delivery == "exactly-once" else 256
+    of_members = chance_of(seed, configuration, "members")
     # Few events a lane, where its steps are to be explained.
-    lanes = 256 if configuration.traces else min((4, 256, 4, 64)[seed % 4], most)
+    lanes = 256 if configuration.traces else min((4, 256, 4, 64)[seed % 4], configuration.most_lanes)
     return Course(
         seed,
         configuration,
@@ -261,14 +265,7 @@ def course_of(seed: int, configuration: Configuration) -> Course:
         failpoints=tuple(_failpoints(chance, configuration, int(seconds))),
         acts=tuple(sorted(acts, key=lambda act: act.at)),
         member_faults=tuple(
-            track(
-                chance_of(seed, configuration, "members"),
-                configuration.seconds,
-                MEMBER_FAULTS,
-                configuration,
-                first=5.0,
-                pause=(0.5, 2.0),
-            )
+            track(of_members, configuration.seconds, MEMBER_FAULTS, configuration, first=5.0, pause=(0.5, 2.0))
         ),
     )
 
@@ -381,7 +378,7 @@ def _acts(seed: int, configuration: Configuration, calm: tuple[float, float], *,
                 deck.remove("lanes")
                 # The second, so that some keys are blocked by then.
                 deck.insert(-1, "lanes")
-        drawn = _act(chance, round(at, 1), deck.pop())
+        drawn = _act(chance, round(at, 1), deck.pop(), configuration.most_lanes)
         if not calm[0] - _BEFORE_CALM_SECONDS < at < calm[1] or drawn.name in _IN_CALM:
             yield drawn
         elif drawn.name in {"switch", "delivery", "lanes"}:
@@ -393,7 +390,7 @@ def _acts(seed: int, configuration: Configuration, calm: tuple[float, float], *,
         yield Act(freed_at, name, STRICT, 3.0 if name == "mend" else 0.0, times=chance.choice((1, 100)), patient=True)
 
 
-def _act(chance: random.Random, at: float, name: str) -> Act:
+def _act(chance: random.Random, at: float, name: str, most: int) -> Act:
     match name:
         case "discard" | "retry":
             return Act(at, name, chance.choice((STRICT, STRICT, None)), times=chance.choice((1, 100)))
@@ -415,7 +412,7 @@ def _act(chance: random.Random, at: float, name: str) -> Act:
         case "delivery":
             return Act(at, name, None, ONCE_AFTER_SECONDS)
         case "lanes":
-            return Act(at, name, times=chance.choice(LANES))
+            return Act(at, name, times=chance.choice([number for number in LANES if number <= most]))
         case _:
             return Act(at, name)
 

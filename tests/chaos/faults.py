@@ -43,6 +43,7 @@ _ACTIONS: Final[dict[str, Action]] = {
 # A relay that a failpoint has halted is woken after this, as an operator's SIGCONT would.
 _HALTED_SECONDS: Final = 6.0
 _END_SECONDS: Final = 15.0
+_OF_BROKER: Final = frozenset({"broker_kill", "broker_pause", "kafka_cut", "kafka_blackhole"})
 
 
 def program(mutation: str) -> tuple[str, ...]:
@@ -216,7 +217,8 @@ class _Step(Generic[_P]):
 class Hand(Threads, Generic[_P]):
     """Carries out one track of the course in a thread; ``healed`` is called when a step has ended.
 
-    ``clock`` stands while nothing could be published. ``stop`` lets it finish the step in hand and heal what is broken.
+    It lets ``clock`` stand while nothing can be published. ``stop`` lets it finish the step in hand and heal what is
+    broken.
     """
 
     def __init__(
@@ -241,24 +243,16 @@ class Hand(Threads, Generic[_P]):
             if self._stop.is_set() and step.begins:
                 continue
             if step.begins:
-                if self._stops_all(step.planned):
-                    self._clock.stop()
                 self._begin(step.planned)
                 self.done.append(step.planned)
             elif step.planned in self.done:
                 self._end(step.planned)
-                if self._stops_all(step.planned):
-                    self._clock.start()
                 self._healed()
         while not self._stop.wait(0.25):
             self._meanwhile()
 
     def _meanwhile(self) -> None:
         pass
-
-    def _stops_all(self, planned: _P) -> bool:
-        """Return whether nothing may be published until this has ended."""
-        return False
 
     def _begin(self, planned: _P) -> None:
         raise NotImplementedError
@@ -312,9 +306,15 @@ class ServerHand(Hand[Fault]):
         self._servers = servers
 
     def _stops_all(self, planned: Fault) -> bool:
-        return True
+        """Return whether nothing can be published until this has ended."""
+        name = planned.name
+        return name.startswith(("postgres", "promote")) or (
+            name in _OF_BROKER and len(self._servers.kafka_proxies) == 1
+        )
 
     def _begin(self, planned: Fault) -> None:
+        if self._stops_all(planned):
+            self._clock.stop()
         servers = self._servers
         match planned.name:
             case "postgres_kill":
@@ -366,6 +366,8 @@ class ServerHand(Hand[Fault]):
                 for network in servers.kafka_proxies:
                     network.clear()
                     network.release()
+        if self._stops_all(planned):
+            self._clock.start()
 
     def _promote(self) -> None:
         """The primary is lost for good, and its standby takes over."""

@@ -100,6 +100,7 @@ class OperatorHand(Hand[Act]):
         self._log = log
         self._program = program(mutation)
         self._changed_at = 0.0
+        self._holds = False
         self.delivery: str = course.configuration.delivery
         self.once = [OnceSpan()] if self.delivery == "exactly-once" else []
         self.mixed = self.delivery == "at-least-once"
@@ -115,9 +116,6 @@ class OperatorHand(Hand[Act]):
             for scope, name in paused:
                 self._give("relay", "resume", *([] if scope == "all" else [f"--{scope}", name]))
         self._relays.change(source=self._source())
-
-    def _stops_all(self, planned: Act) -> bool:
-        return planned.name in {"pause", "drain"} and planned.lane is None and planned.kind is None
 
     def _begin(self, planned: Act) -> None:
         match planned.name:
@@ -138,6 +136,18 @@ class OperatorHand(Hand[Act]):
             case _:
                 effect = self._change(planned)
         self.outcomes[planned.name if effect else f"{planned.name} in vain"] += 1
+        self._hold_clock(planned)
+
+    def _hold_clock(self, planned: Act) -> None:
+        """Let the clock stand while everything is paused, whatever the commands have said."""
+        if planned.name not in {"pause", "drain"}:
+            return
+        paused = bool(self._look("SELECT FROM outbox.pauses WHERE scope = 'all'"))
+        if paused and not self._holds:
+            self._clock.stop()
+        elif self._holds and not paused:
+            self._clock.start()
+        self._holds = paused
 
     def _change(self, planned: Act) -> bool:
         match planned.name:
@@ -159,6 +169,7 @@ class OperatorHand(Hand[Act]):
                 assert self._on_kafka(lambda: self._take(planned, REFUSED_BYTES), insist=True)
             case "pause" | "drain":
                 self._insist("relay", "resume", *_scope(planned, self._stage))
+                self._hold_clock(planned)
             case "delivery":
                 self._begin_once()
             case _:

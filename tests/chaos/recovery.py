@@ -26,7 +26,7 @@ _EFFECTS: Final = "SELECT number, event_id::text FROM effects WHERE number > %s 
 class Clock:
     """Seconds in which events could be published: it stands while a server is down or operators stop everything.
 
-    Not while a relay is halted or killed: others are there.
+    Not while a relay is halted or killed, or one of several brokers: others are there.
     """
 
     def __init__(self) -> None:
@@ -67,9 +67,8 @@ class Clock:
 class Recovery:
     """One fault that was healed, and what the two recoveries took, in seconds.
 
-    first_read   until an event is read that was committed after the healing, by the run's clock: ``begun`` is what it
-                 showed. ``numbers``: those that the writers had given by then. If another fault is healed before that,
-                 this stays None, and only the later recovery is measured.
+    first_read   until an event is read that was committed after the healing, by the run's clock, whatever is struck
+                 meanwhile. ``begun`` is what the clock showed, ``numbers`` what the writers had given by then.
     caught_up    until nothing is left of what was in the outbox after the healing, later faults included. ``mark``: the
                  highest id of it.
     """
@@ -77,7 +76,6 @@ class Recovery:
     healed_at: float
     begun: float
     numbers: Mapping[int, int]
-    overtaken: bool = False
     first_read: float | None = None
     mark: int | None = None
     caught_up: float | None = None
@@ -106,8 +104,6 @@ class RecoveryWatch(Threads):
     def healed(self) -> None:
         """Begin to watch a recovery."""
         with self._lock:
-            for each in self.recoveries:
-                each.overtaken = each.overtaken or each.first_read is None
             begun = self._clock.seconds()
             self.recoveries.append(Recovery(time.monotonic(), begun, dict(self._numbers())))
             self._unread = True
@@ -119,7 +115,7 @@ class RecoveryWatch(Threads):
         writer, number = writer_and_number(event)
         now = self._clock.seconds()
         with self._lock:
-            unread = [each for each in self.recoveries if each.first_read is None and not each.overtaken]
+            unread = [each for each in self.recoveries if each.first_read is None]
             for each in unread:
                 # Begun after the healing, so committed after it.
                 if number >= each.numbers.get(writer, 0):

@@ -37,10 +37,10 @@ with the effects, in the terms of Jepsen's Kafka workload.
 - Each group must have the effect of each event once, in order, and as dead letters what it can't apply; `outbox audit`
   must find what the checker finds. Anything else is an anomaly.
 - Repeats and losses: under at-least-once and at-most-once, faults must explain each.
-- Recovery: seconds from the end of a fault until an event is read that was committed after it; where another fault ends
-  first, from that end, so that several in a row count once. Applied: until the effect of such an event is there, after
-  a fault of a consumer. Both without the seconds in which a server or network is struck, or operators stop everything.
-  Caught up: until all is published that was in the outbox at a fault's end, whatever happens meanwhile.
+- Recovery: seconds from the end of a fault until an event is read that was committed after it, whatever strikes
+  meanwhile. Applied: until the effect of such an event is there, after a fault of a consumer. Both without the seconds
+  in which Postgres or the only broker is struck, or operators stop everything. Caught up: until all is published that
+  was in the outbox at a fault's end, whatever happens meanwhile.
 - In time: runs whose recovery took at most 2 s in the median, and 15 s at most.
 
 Each run is a line of `docs/explanation/chaos.jsonl`. Times are the median of the runs' medians, and the longest.

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import pytest
 from chaos import table
+from chaos.course import Configuration, course_of
+from chaos.faults import ServerHand
 from chaos.history import EventIds, event_of
 from chaos.recovery import Clock, EffectWatch, RecoveryWatch
 from chaos.workload import Pace
@@ -73,7 +77,7 @@ def test_a_consumer_has_recovered_when_it_applies_what_was_written_after_the_hea
     assert len(watch.first_reads()) == 1
 
 
-def test_a_recovery_is_measured_from_the_last_fault_that_was_healed_before_it():
+def test_each_recovery_is_measured_whatever_is_healed_meanwhile_by_a_clock_that_stands_while_it_is_held():
     attempted = {0: 2}
     watch = RecoveryWatch("", (), Pace(1, 1), lambda: attempted, clock := Clock())
     watch.healed()
@@ -83,12 +87,24 @@ def test_a_recovery_is_measured_from_the_last_fault_that_was_healed_before_it():
     clock.start()
     attempted[0] = 4
     watch.healed()
+    first, second = watch.recoveries
+    assert clock.seconds() == clock.seconds() == second.begun
     watch.read(event_of(0, 2))
-    assert watch.first_reads() == []
-    assert clock.seconds() == clock.seconds() == watch.recoveries[1].begun
+    assert watch.first_reads() == [first.first_read] == [second.begun - first.begun]
     clock.start()
     watch.read(event_of(0, 4))
-    first, second = watch.recoveries
-    assert first.first_read is None
-    assert watch.first_reads() == [second.first_read]
+    assert watch.first_reads() == sorted([first.first_read, second.first_read])
     assert 0 < second.first_read <= clock.seconds() - second.begun
+
+
+@pytest.mark.parametrize("brokers", [1, 3])
+def test_the_clock_stands_for_what_nothing_can_be_published_beside(brokers):
+    found = set()
+    for seed in range(20):
+        course = course_of(seed, Configuration("polling", "at-least-once", brokers))
+        hand = ServerHand(course, SimpleNamespace(kafka_proxies=range(brokers)), Clock(), lambda: None)
+        found |= {
+            fault.name for fault in course.faults if not fault.name.startswith("relay") and hand._stops_all(fault)
+        }
+    of_brokers = {"broker_kill", "broker_pause", "kafka_cut", "kafka_blackhole"} if brokers == 1 else set()
+    assert found == {"postgres_kill", "postgres_cut", "postgres_blackhole", "promote"} | of_brokers
