@@ -215,14 +215,14 @@ class _Step(Generic[_P]):
 
 
 class Hand(Threads, Generic[_P]):
-    """Carries out one track of the course in a thread; ``healed`` is called when a step has ended.
+    """Carries out one track of the course in a thread, and calls ``healed`` with the name of each step that has ended.
 
     It lets ``clock`` stand while nothing can be published. ``stop`` lets it finish the step in hand and heal what is
     broken.
     """
 
     def __init__(
-        self, name: str, planned: Sequence[_P], clock: Clock, healed: Callable[[], None] = lambda: None
+        self, name: str, planned: Sequence[_P], clock: Clock, healed: Callable[[str], None] = lambda _: None
     ) -> None:
         self._clock = clock
         self._healed = healed
@@ -247,7 +247,7 @@ class Hand(Threads, Generic[_P]):
                 self.done.append(step.planned)
             elif step.planned in self.done:
                 self._end(step.planned)
-                self._healed()
+                self._healed(step.planned.name)
         while not self._stop.wait(0.25):
             self._meanwhile()
 
@@ -264,7 +264,7 @@ class Hand(Threads, Generic[_P]):
 class RelayHand(Hand[Fault]):
     """Kills, stops and halts relays, and replaces those that ended."""
 
-    def __init__(self, course: Course, relays: Relays, clock: Clock, healed: Callable[[], None]) -> None:
+    def __init__(self, course: Course, relays: Relays, clock: Clock, healed: Callable[[str], None]) -> None:
         super().__init__("relay-hand", [each for each in course.faults if each.name.startswith("relay")], clock, healed)
         self._relays = relays
 
@@ -300,7 +300,7 @@ class RelayHand(Hand[Fault]):
 class ServerHand(Hand[Fault]):
     """Strikes Postgres, the brokers and the networks on both sides of the relays."""
 
-    def __init__(self, course: Course, servers: Servers, clock: Clock, healed: Callable[[], None]) -> None:
+    def __init__(self, course: Course, servers: Servers, clock: Clock, healed: Callable[[str], None]) -> None:
         faults = [each for each in course.faults if not each.name.startswith("relay")]
         super().__init__("server-hand", faults, clock, healed)
         self._servers = servers

@@ -313,7 +313,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 class MemberHand(Hand[Fault]):
     """Kills, stops and halts members, and replaces those that ended. ``applies``: one that applies events is healed."""
 
-    def __init__(self, course: Course, members: Members, clock: Clock, applies: Callable[[], None]) -> None:
+    def __init__(self, course: Course, members: Members, clock: Clock, applies: Callable[[str], None]) -> None:
         super().__init__("member-hand", course.member_faults, clock)
         self._members = members
         self._applies = applies
@@ -327,4 +327,4 @@ class MemberHand(Hand[Fault]):
     def _end(self, planned: Fault) -> None:
         self._members.heal(planned)
         if self._members.role(planned) in {"inbox", "spark"}:
-            self._applies()
+            self._applies(planned.name)

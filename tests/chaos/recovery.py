@@ -73,6 +73,7 @@ class Recovery:
                  highest id of it.
     """
 
+    fault: str
     healed_at: float
     begun: float
     numbers: Mapping[int, int]
@@ -101,11 +102,11 @@ class RecoveryWatch(Threads):
         self._lock = threading.Lock()
         super().__init__({"recovery-watch": self._run})
 
-    def healed(self) -> None:
-        """Begin to watch a recovery."""
+    def healed(self, fault: str) -> None:
+        """Begin to watch the recovery from a fault of this name."""
         with self._lock:
             begun = self._clock.seconds()
-            self.recoveries.append(Recovery(time.monotonic(), begun, dict(self._numbers())))
+            self.recoveries.append(Recovery(fault, time.monotonic(), begun, dict(self._numbers())))
             self._unread = True
 
     def read(self, event: int) -> None:
@@ -126,6 +127,15 @@ class RecoveryWatch(Threads):
         """Return what it took until new events were read, in order of length."""
         with self._lock:
             return sorted(each.first_read for each in self.recoveries if each.first_read is not None)
+
+    def by_fault(self) -> dict[str, list[float]]:
+        """Return what it took until new events were read, by the fault's name."""
+        found: dict[str, list[float]] = {}
+        with self._lock:
+            for each in self.recoveries:
+                if each.first_read is not None:
+                    found.setdefault(each.fault, []).append(round(each.first_read, 2))
+        return dict(sorted(found.items()))
 
     def catch_ups(self) -> list[float]:
         """Return what it took until the backlog was published, in order of length."""

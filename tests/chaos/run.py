@@ -71,6 +71,7 @@ class Result:
     rolled_back: int = 0
     unknown: int = 0
     first_reads: list[float] = field(default_factory=list)
+    by_fault: dict[str, list[float]] = field(default_factory=dict)
     catch_ups: list[float] = field(default_factory=list)
     effects: list[float] = field(default_factory=list)
     drain_seconds: float = 0.0
@@ -116,6 +117,7 @@ class Result:
             "anomalies": dict(self.verdict.counts),
             "examples": self.verdict.examples,
             **_percentiles("recovery", self.first_reads),
+            "recoveries": self.by_fault,
             **_percentiles("catch_up", self.catch_ups),
             **_percentiles("effect", self.effects),
             "drain_seconds": round(self.drain_seconds, 1),
@@ -213,6 +215,7 @@ class _Run:
         result.faults["failpoints"] = relays.armed
         result.operators = dict(sorted(operators.outcomes.items()))
         result.first_reads, result.catch_ups = watch.first_reads(), watch.catch_ups()
+        result.by_fault = watch.by_fault()
         result.effects = effects.first_reads()
         bound = EXACTLY_ONCE
         if operators.mixed:

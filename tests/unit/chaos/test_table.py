@@ -70,7 +70,7 @@ def test_a_consumer_has_recovered_when_it_applies_what_was_written_after_the_hea
     ids, attempted = EventIds("a run", 1.8e9), {0: 2}
     watch = EffectWatch("", ids, Pace(1, 1), lambda: attempted, Clock())
     rows = [(number, str(ids.id_of(event_of(0, number)))) for number in (0, 1)]
-    watch.healed()
+    watch.healed("relay_kill")
     watch._look(Effects([*rows, (8, "somebody else's")]))
     assert watch.first_reads() == []
     watch._look(Effects([*rows, (9, str(ids.id_of(event_of(0, 2))))]))
@@ -80,13 +80,13 @@ def test_a_consumer_has_recovered_when_it_applies_what_was_written_after_the_hea
 def test_each_recovery_is_measured_whatever_is_healed_meanwhile_by_a_clock_that_stands_while_it_is_held():
     attempted = {0: 2}
     watch = RecoveryWatch("", (), Pace(1, 1), lambda: attempted, clock := Clock())
-    watch.healed()
+    watch.healed("relay_kill")
     clock.stop()
     # Held twice, it goes on after both.
     clock.stop()
     clock.start()
     attempted[0] = 4
-    watch.healed()
+    watch.healed("relay_kill")
     first, second = watch.recoveries
     assert clock.seconds() == clock.seconds() == second.begun
     watch.read(event_of(0, 2))
@@ -94,6 +94,7 @@ def test_each_recovery_is_measured_whatever_is_healed_meanwhile_by_a_clock_that_
     clock.start()
     watch.read(event_of(0, 4))
     assert watch.first_reads() == sorted([first.first_read, second.first_read])
+    assert watch.by_fault() == {"relay_kill": [round(each.first_read, 2) for each in (first, second)]}
     assert 0 < second.first_read <= clock.seconds() - second.begun
 
 
@@ -102,7 +103,7 @@ def test_the_clock_stands_for_what_nothing_can_be_published_beside(brokers):
     found = set()
     for seed in range(20):
         course = course_of(seed, Configuration("polling", "at-least-once", brokers))
-        hand = ServerHand(course, SimpleNamespace(kafka_proxies=range(brokers)), Clock(), lambda: None)
+        hand = ServerHand(course, SimpleNamespace(kafka_proxies=range(brokers)), Clock(), lambda _: None)
         found |= {
             fault.name for fault in course.faults if not fault.name.startswith("relay") and hand._stops_all(fault)
         }
