@@ -37,6 +37,8 @@ _EVENTS_A_SECOND: Final = 700.0
 # With operators the relays' turns are to end with nothing left: marks rise to what waits behind dead letters only then.
 _EVENTS_A_SECOND_BESIDE_OPERATORS: Final = 200.0
 _BYTES_A_SECOND: Final = 2_000_000.0
+# Three brokers and their replicas take half of two processors by themselves: a recovery would wait for these.
+_PART_WITH_THREE_BROKERS: Final = 0.5
 _STANDS_STILL_SECONDS: Final = 60.0
 # What a relay logs of lanes that it can't publish.
 _STANDING: Final = (
@@ -168,7 +170,8 @@ class _Run:
     def carry_out(self) -> Result:
         course, seconds = self.course, self.course.configuration.seconds
         most = _EVENTS_A_SECOND_BESIDE_OPERATORS if course.configuration.operators else _EVENTS_A_SECOND
-        pace = Pace(course.configuration.rate or most, _BYTES_A_SECOND)
+        part = _PART_WITH_THREE_BROKERS if course.configuration.brokers > 1 else 1.0
+        pace = Pace(course.configuration.rate or part * most, part * _BYTES_A_SECOND)
         clock = Clock()
         factory = self.opened.enter_context(_quiet(RelayFactory(self._no_url, self._no_url, self.folder)))
         with (

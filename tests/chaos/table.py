@@ -24,7 +24,7 @@ with the effects, in the terms of Jepsen's Kafka workload.
 
 - Load: 100,000 keys, and a hot one with a fifth of the events; payloads of 1 byte to 990 kB; transactions of 1 to 300
   events, some rolled back, committed late or asynchronously; 4, 64 or 256 lanes; a topic that is created during the
-  run, and two that refuse some events.
+  run, and two that refuse some events. 200 events a second, or 100 with three brokers, all on two processors.
 - Faults: processes killed, stopped and halted, also at failpoints; brokers and Postgres killed and halted; connections
   cut, packets dropped, requests lost, late and doubled; in some runs a synchronous standby is promoted. Three brokers
   have three replicas, two in sync. Servers keep their files in memory.
