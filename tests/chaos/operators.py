@@ -77,7 +77,10 @@ def audited(connection: psycopg.Connection[Any], ids: EventIds) -> Audited:
 
 
 class OperatorHand(Hand[Act]):
-    """Gives the commands, with what they say in ``log``. ``once``: while only exactly-once relays could publish."""
+    """Gives the commands, with what they say in ``log``. ``once``: while only exactly-once relays could publish.
+
+    stop_clock  lets the clock stand until new events are read.
+    """
 
     def __init__(
         self,
@@ -88,9 +91,11 @@ class OperatorHand(Hand[Act]):
         reader: LiveReader,
         log: Path,
         clock: Clock,
+        stop_clock: Callable[[], None],
         mutation: str = "none",
     ) -> None:
         super().__init__("operator-hand", course.acts, clock)
+        self._stop_clock = stop_clock
         self._stage = stage
         self._settings = {name: value for name, value in stage.settings.items() if name != "database_url"}
         self._settings["kafka__bootstrap_servers"] = self._settings.pop("bootstrap_servers")
@@ -275,10 +280,14 @@ class OperatorHand(Hand[Act]):
         for (lane,) in self._look("SELECT name FROM outbox.pauses WHERE scope = 'lane'"):
             self._give("relay", "resume", "--lane", lane)
         self._wait_while(_NOT_HELD, _TAKE_OVER_SECONDS)
-        with self._clock.stopped(), self._relays.stopped():
-            # Those of relays that were killed.
-            self._wait_while(_HELD, _LEASE_SECONDS)
-            return self._give("db", "lanes", str(number))
+        with self._clock.stopped():
+            with self._relays.stopped():
+                # Those of relays that were killed.
+                self._wait_while(_HELD, _LEASE_SECONDS)
+                done = self._give("db", "lanes", str(number))
+            # Relays start anew, and take all lanes.
+            self._stop_clock()
+        return done
 
     def _wait_while(self, query: str, seconds: float) -> None:
         """Wait while a query counts something, but for no longer than this."""

@@ -99,6 +99,7 @@ class RecoveryWatch(Threads):
         self._numbers = numbers
         self._clock = clock
         self._unread = False
+        self._stopped_at: Mapping[int, int] | None = None
         self._lock = threading.Lock()
         super().__init__({"recovery-watch": self._run})
 
@@ -109,11 +110,22 @@ class RecoveryWatch(Threads):
             self.recoveries.append(Recovery(fault, time.monotonic(), begun, dict(self._numbers())))
             self._unread = True
 
+    def stop_clock(self) -> None:
+        """Let the clock stand until an event is read that is committed from now on."""
+        with self._lock:
+            if self._stopped_at is None:
+                self._clock.stop()
+            self._stopped_at = dict(self._numbers())
+            self._unread = True
+
     def read(self, event: int) -> None:
         """Record that a reader has seen an event."""
         if not self._unread:
             return
         writer, number = writer_and_number(event)
+        if self._stopped_at is not None and number >= self._stopped_at.get(writer, 0):
+            self._stopped_at = None
+            self._clock.start()
         now = self._clock.seconds()
         with self._lock:
             unread = [each for each in self.recoveries if each.first_read is None]
@@ -121,7 +133,7 @@ class RecoveryWatch(Threads):
                 # Begun after the healing, so committed after it.
                 if number >= each.numbers.get(writer, 0):
                     each.first_read = now - each.begun
-            self._unread = any(each.first_read is None for each in unread)
+            self._unread = self._stopped_at is not None or any(each.first_read is None for each in unread)
 
     def first_reads(self) -> list[float]:
         """Return what it took until new events were read, in order of length."""

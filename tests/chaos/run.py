@@ -191,7 +191,9 @@ class _Run:
             one = RelayHand(course, relays, clock, watch.healed)
             other = ServerHand(course, self.stage.servers, clock, watch.healed)
             log = self.folder / "operators.log"
-            operators = OperatorHand(course, self.stage, relays, members, reader, log, clock, self.mutation)
+            operators = OperatorHand(
+                course, self.stage, relays, members, reader, log, clock, watch.stop_clock, self.mutation
+            )
             consuming = MemberHand(course, members, clock, effects.healed)
             with self.observer(self.stage, relays, members, reader), one, other, operators, consuming:
                 _sleep_until(started + course.topic_created_at)

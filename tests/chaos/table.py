@@ -39,8 +39,8 @@ with the effects, in the terms of Jepsen's Kafka workload.
 - Repeats and losses: under at-least-once and at-most-once, faults must explain each.
 - Recovery: seconds from the end of a fault until an event is read that was committed after it, whatever strikes
   meanwhile. Applied: until the effect of such an event is there, after a fault of a consumer. Both without the seconds
-  in which Postgres or the only broker is struck, or operators stop everything. Caught up: until all is published that
-  was in the outbox at a fault's end, whatever happens meanwhile.
+  in which Postgres or the only broker is struck, or operators stop everything; after a change of lanes, to the next
+  event. Caught up: until all is published that was in the outbox at a fault's end, whatever happens meanwhile.
 - In time: runs whose recovery took at most 2 s in the median, and 15 s at most.
 
 Each run is a line of `docs/explanation/chaos.jsonl`. Times are the median of the runs' medians, and the longest.

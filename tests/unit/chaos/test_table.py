@@ -98,6 +98,17 @@ def test_each_recovery_is_measured_whatever_is_healed_meanwhile_by_a_clock_that_
     assert 0 < second.first_read <= clock.seconds() - second.begun
 
 
+def test_the_clock_may_stand_until_events_flow_again():
+    watch = RecoveryWatch("", (), Pace(1, 1), lambda: {0: 2}, clock := Clock())
+    for _ in range(2):
+        watch.stop_clock()
+    watch.read(event_of(0, 1))
+    assert clock.seconds() == clock.seconds()
+    watch.read(event_of(0, 2))
+    before = clock.seconds()
+    assert clock.seconds() > before
+
+
 @pytest.mark.parametrize("brokers", [1, 3])
 def test_the_clock_stands_for_what_nothing_can_be_published_beside(brokers):
     found = set()
