@@ -141,8 +141,6 @@ SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset
  WHERE partition <> before_partition OR "offset" < before_offset
 ORDER BY minute < %(first_minute)s, partition <> before_partition, minute, id LIMIT 20000"""
 
-_NOW: Final = "SELECT clock_timestamp()"
-
 _EARLIER: Final = "SELECT EXISTS (SELECT FROM {published} WHERE published_at < %(since)s LIMIT 1)"
 
 _KEPT: Final = "SELECT min(published_at), max(published_at) FROM {published} WHERE published_at >= %(since)s"
@@ -291,7 +289,7 @@ class Tables:
         return None if found is None else found[0]
 
     def now(self) -> dt.datetime:
-        found: dt.datetime = self._rows(_NOW)[0][0]
+        found: dt.datetime = self._rows("SELECT clock_timestamp()")[0][0]
         return found
 
     def committed(self, *, ids: bool) -> dict[Window, Committed]:

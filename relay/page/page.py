@@ -235,14 +235,8 @@ class Page:
 
     def failed(self, request: Request, error: Exception) -> Response:
         """Return an error as a view. Its text comes from us; it quotes no secrets."""
-        match error:
-            case ConfigurationError():
-                status = 400
-            case NotFound():
-                status = 404
-            case _:
-                # Servers that are away, tables or rights that are missing: an operator has to act elsewhere.
-                status = 503
+        # 503: servers that are away, tables or rights that are missing: an operator has to act elsewhere.
+        status = 400 if isinstance(error, ConfigurationError) else 404 if isinstance(error, NotFound) else 503
         return self.render(request, "error.html", status, error=str(error), view="")
 
     def broken(self, request: Request, error: Exception) -> Response:
