@@ -313,7 +313,7 @@ def _show(value: object, most: int = _LONG) -> str:
     text = str(value)
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
     # Lines stay lines: a payload is shown as it is.
-    return "\n".join(printable(line) for line in cut.split("\n"))
+    return printable(cut, but="\n")
 
 
 def _number(value: float | None) -> str:
