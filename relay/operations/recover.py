@@ -212,7 +212,7 @@ class Recovery(Reconciler):
             relays,
             [place for place, sure in places if sure],
             [place for place, sure in places if not sure],
-            dict(compared(statements.FOUND)),
+            dict(self._rows.found_ids()),
             [event_id for (event_id,) in compared(statements.CHANGED)],
             [*chain.from_iterable(self._rows.superseded().values()), *superseded],
             scheduled,
@@ -260,11 +260,10 @@ class Recovery(Reconciler):
             self.repair(Findings(broken, []), reason)
         else:
             self._settle([state.lane for state in broken], reason)
-        settled = {lane: self._rows.found_ids(lane) for lane in sorted(self._rows.found())}
+        settled = dict(self._rows.found_ids())
         if found.scheduled:
-            self._rows.run(
-                statements.UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events"
-            )
+            ids = [row.id for row in found.scheduled]
+            self._rows.run(statements.UNSCHEDULE, {"ids": ids}, "deleting scheduled events")
         if not found.dead:
             return Recovered(settled, resent, [])
         letters = DeadLetters(self._connection, self._schema)
@@ -363,7 +362,7 @@ class Recovery(Reconciler):
         with Holding(self._connect, self._names) as holding:
             self._take(holding, lanes)
             self._find(lanes)
-            self._audit_found(self._rows.found(), reason)
+            self._audit_found(reason)
             for lane in lanes:
                 self._rows.settle(lane, holding.values([lane]))
 

@@ -94,10 +94,6 @@ THERE: Final = """
 EXISTS (SELECT FROM pg_temp.outbox_recover AS s
          WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
 
-FOUND: Final = """
-SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
- WHERE found GROUP BY lane ORDER BY lane"""
-
 MARK_FOUND: Final = "UPDATE pg_temp.outbox_reconcile AS r SET found = true WHERE NOT found AND {there}"
 
 CHANGED: Final = """
