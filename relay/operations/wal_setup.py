@@ -43,8 +43,9 @@ from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up,
 
 log = structlog.get_logger("relay")
 
-_FAILOVER_FROM: Final = 170000
-_GENERATED_FROM: Final = 180000
+FAILOVER_FROM: Final = 170000
+GENERATED_FROM: Final = 180000
+"""The Postgres that has failover slots, and the one that publishes generated columns."""
 
 _CHECKPOINT: Final = """
 INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, opened_xid,
@@ -351,7 +352,7 @@ class Cdc:
                     self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
                     # Only the columns that identify a row: the relay reads the rest from the table. Generated columns
                     # like the lane can be published since Postgres 18; before, the relay computes it from the key.
-                    generated = self._connection.info.server_version >= _GENERATED_FROM
+                    generated = self._connection.info.server_version >= GENERATED_FROM
                     columns = "(id, lane)" if generated else "(id, aggregate_type, aggregate_id)"
                     self._connection.execute(
                         self._query("CREATE PUBLICATION {publication} FOR TABLE {events} ")
@@ -365,7 +366,7 @@ class Cdc:
     def _make_slot(self) -> None:
         # Since Postgres 17, a failover slot is synchronized to standbys.
         query: LiteralString = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput')"
-        if self._connection.info.server_version >= _FAILOVER_FROM:
+        if self._connection.info.server_version >= FAILOVER_FROM:
             query = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput', failover => true)"
         try:
             self._connection.execute(query, self._bound())
