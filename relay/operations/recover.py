@@ -155,9 +155,7 @@ class Comparison:
     @property
     def differs(self) -> bool:
         """Whether there is something to repair, or to know."""
-        return bool(
-            self.lost or self.unsure or self.broken or self.changed or self.scheduled or self.dead or self.missing
-        )
+        return any((self.lost, self.unsure, self.broken, self.changed, self.scheduled, self.dead, self.missing))
 
 
 class Recovery(Reconciler):
@@ -201,7 +199,7 @@ class Recovery(Reconciler):
         self._lost = {(place.topic, place.aggregate_id) for place, sure in places if sure}, since
         self._mark_found()
         missing, overtaken, expired = self._missing(bound, [place for place, _ in places])
-        scheduled = standing("scheduled", sql.SQL("0"), statements.NOT_BEFORE)
+        scheduled = standing("scheduled", sql.SQL("0"), "not_before")
         dead = standing("dead_letters", sql.Identifier("lane"), statements.BLOCKS_SINCE)
         superseded = [row.event_id for row in (*scheduled, *dead) if row.superseded]
         return Comparison(

@@ -121,7 +121,6 @@ SELECT r.lane, r.id, r.event_id::text, NOT {there} AS superseded,
                sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
           FROM {table} AS t) AS r) AS r
  WHERE found ORDER BY event_id, id"""
-NOT_BEFORE: Final = "not_before"
 BLOCKS_SINCE: Final = """
 (SELECT t.dead_at FROM {failures} AS f WHERE f.lane = t.lane AND f.id = t.id AND f.blocks)"""
 
