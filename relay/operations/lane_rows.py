@@ -1,7 +1,4 @@
-"""The rows of lanes, and which of them are on Kafka. For reconcile.py.
-
-The rows are listed in a temporary table, so the connection must not go through a pooler.
-"""
+"""The rows of lanes, and which of them are on Kafka. For reconcile.py."""
 
 import datetime as dt
 from collections.abc import Collection, Iterator, Mapping, Sequence

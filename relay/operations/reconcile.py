@@ -217,9 +217,8 @@ class Reconciler:
 
     def _repair(self, holding: Holding, broken: dict[int, LaneComparison], reason: str) -> list[LaneComparison]:
         undecided = self._hidden.undecided()
-        events = [found for found in undecided if found.partition.topic != self._state.name]
-        if events:
-            broken |= self._decide_events(holding, undecided, events)
+        if any(found.partition.topic != self._state.name for found in undecided):
+            broken |= self._decide_events(holding, undecided)
         if not broken:
             return []
         self._find(list(holding.epochs))
@@ -339,9 +338,7 @@ class Reconciler:
 
     # -- hanging transactions
 
-    def _decide_events(
-        self, holding: Holding, undecided: Sequence[Undecided], events: Sequence[Undecided]
-    ) -> dict[int, LaneComparison]:
+    def _decide_events(self, holding: Holding, undecided: Sequence[Undecided]) -> dict[int, LaneComparison]:
         """Abort hanging transactions in partitions of events that can be published again. Returns their lanes."""
         hanging, lanes = self._hidden.examine(undecided, list(self._lanes()))
         topics = self._rows.topics(list(holding.epochs))
@@ -353,7 +350,7 @@ class Reconciler:
         states = self._compared(more)
         self._take(holding, more)
         self._fence(holding, more)
-        self._hidden.abort(holding.former(), [found for found in events if found.partition in ours])
+        self._hidden.abort(holding.former(), [found for found in undecided if found.partition in ours])
         return states
 
     # -- holding lanes

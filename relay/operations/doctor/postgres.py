@@ -110,9 +110,8 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
 
 def _names(schema: str) -> dict[str, sql.Composable]:
     names = names_of(schema)
-    events_name = sql.Literal(sql.Identifier(schema, "events").as_string(None))
-    own = {"events_name": events_name, "without_event": without_event(names), "day_of_id": sql.SQL(DAY_OF_ID)}
-    return names | own
+    events_name = sql.Literal(names["events"].as_string(None))
+    return names | {"events_name": events_name, "without_event": without_event(names), "day_of_id": sql.SQL(DAY_OF_ID)}
 
 
 def _server(rows: Rows) -> Iterator[Finding]:
