@@ -244,7 +244,6 @@ class Retention:
         return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
     def _change(self, connection: psycopg.Connection[Any], plan: PrunePlan, *, force: bool) -> None:
-        """Drop and create partitions."""
         if force or not plan.held_back:
             for name in plan.drop:
                 connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
