@@ -53,8 +53,8 @@ from relay.protocol_trace import ProtocolTrace, TracedPublisher, TracedSource
 from relay.sessions import RelayConnector
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
+from relay.tasks import idempotency_keys
 from relay.tasks.archive import Retention
-from relay.tasks.idempotency_keys import IdempotencyKeys
 from relay.tasks.scheduled import NextDue, ScheduledEvents
 from relay.upkeep import MaintenanceTask
 from relay.wal.replication import Replication
@@ -352,8 +352,8 @@ def _upkeep(
     if settings.source is SourceKind.WAL:
         healing = SlotHealing(connect, slot_names(settings), instance, slot_repairs(registry).inc)
         tasks.append(MaintenanceTask("slot_repair", healing.look, _WATCH_SECONDS))
-    keys = IdempotencyKeys(connect, settings.db_schema, settings.relay.idempotency_days)
-    tasks.append(MaintenanceTask("idempotency_keys", keys.forget, _KEYS_SECONDS))
+    forget = partial(idempotency_keys.forget, connect, settings.db_schema, settings.relay.idempotency_days)
+    tasks.append(MaintenanceTask("idempotency_keys", forget, _KEYS_SECONDS))
     if settings.relay.archive_days > 0:
         retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
         tasks.append(MaintenanceTask("archive", retention.keep, _ARCHIVE_SECONDS))

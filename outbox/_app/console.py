@@ -64,14 +64,14 @@ def _as_json(char: str) -> str:
     return "".join(f"\\u{int.from_bytes(units[at : at + 2]):04x}" for at in range(0, len(units), 2))
 
 
-def printable(text: str) -> str:
-    """Return a text with control characters escaped, so that what others wrote can't affect a terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+def printable(text: str, but: str = "") -> str:
+    """Return a text with control characters escaped, ``but`` these: what others wrote can't affect a terminal."""
+    return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode() for c in text)
 
 
 def say(text: str, *, err: bool = False) -> None:
     """Print lines of text that may hold what others wrote: keys, errors, names. Only line ends affect the terminal."""
-    typer.echo("\n".join(map(printable, text.split("\n"))), err=err)
+    typer.echo(printable(text, but="\n"), err=err)
 
 
 def table_console() -> Console:

@@ -42,7 +42,4 @@ def configure(level: str = "info", style: str = "auto", outbox: str | None = Non
 
 def _escaped(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Escape what could affect a terminal: tracebacks quote what others wrote. JSON escapes by itself."""
-    return {
-        name: "\n".join(map(printable, value.split("\n"))) if isinstance(value, str) else value
-        for name, value in entry.items()
-    }
+    return {name: printable(value, but="\n") if isinstance(value, str) else value for name, value in entry.items()}

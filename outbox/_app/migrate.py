@@ -434,8 +434,7 @@ def _transaction(url: Database) -> Iterator[sa.Connection]:
 def _lock(connection: sa.Connection, schema: str, names: Sequence[str]) -> None:
     """Lock these tables exclusively until the transaction ends."""
     tables = ", ".join(quoting.Identifier(schema, name).as_string() for name in names)
-    lock = sa.DDL("LOCK TABLE %(tables)s IN ACCESS EXCLUSIVE MODE", context={"tables": tables})  # type: ignore[no-untyped-call]
-    connection.execute(lock)
+    connection.exec_driver_sql(f"LOCK TABLE {tables} IN ACCESS EXCLUSIVE MODE".replace("%", "%%"))
 
 
 def _one_name(schema: str) -> str:

@@ -398,13 +398,12 @@ def check_environment() -> None:
 def config_file() -> Path | None:
     """Return the settings file, if there is one. Raises ConfigurationError when OUTBOX_CONFIG does not name a file."""
     named = os.environ.get("OUTBOX_CONFIG")
-    if named:
-        path = Path(named)
-        if not path.is_file():
-            raise ConfigurationError(f"OUTBOX_CONFIG names {named!r}, which is not a file")
+    path = Path(named or "outbox.toml")
+    if path.is_file():
         return path
-    path = Path("outbox.toml")
-    return path if path.is_file() else None
+    if named:
+        raise ConfigurationError(f"OUTBOX_CONFIG names {named!r}, which is not a file")
+    return None
 
 
 def _content(file: Path | None) -> dict[str, Any]:

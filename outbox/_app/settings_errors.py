@@ -136,9 +136,7 @@ def _shown(value: object) -> str:
 def _holds(values: Mapping[str, Any], path: Sequence[str]) -> bool:
     here: Any = values
     for part in path:
-        if not isinstance(here, Mapping):
-            return False
-        same = [name for name in here if _plain(name) == _plain(part)]
+        same = [name for name in here if _plain(name) == _plain(part)] if isinstance(here, Mapping) else []
         if not same:
             return False
         here = here[same[0]]

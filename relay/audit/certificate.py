@@ -25,7 +25,6 @@ from relay.config import Settings
 
 _FORMAT: Final = 1
 _BEGIN: Final = "0" * 64
-_STRICT: Final = orjson.OPT_SORT_KEYS
 
 
 def write(path: Path, found: Audit, scope: Scope, settings: Settings) -> str:
@@ -149,7 +148,7 @@ def _lines(found: Audit, scope: Scope, settings: Settings) -> Iterator[bytes]:
     }
     end = {"windows": len(windows), "open": sum(one.state == OPEN for one in found.windows), "differences": 0}
     for values in (head, *map(_window, windows), end):
-        line = orjson.dumps({**values, "previous": before}, option=_STRICT)
+        line = orjson.dumps({**values, "previous": before}, option=orjson.OPT_SORT_KEYS)
         before = hashlib.sha256(line).hexdigest()
         yield line
 

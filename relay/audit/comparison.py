@@ -135,7 +135,10 @@ class _Comparison:
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
         complete = places.complete and self._minutes.start in self._coverage.archive
         self._extents = self._topics.extents(self._audit.since, places.lowest, complete=complete)
-        self._missing_topics(topics)
+        self._audit.notes += [
+            f"topic {topic} does not exist, or these credentials may not DESCRIBE it"
+            for topic in sorted(topics - {place.topic for place in self._extents})
+        ]
         with ThreadPoolExecutor(1) as pool:
             # Postgres adds up the archive meanwhile.
             archive = pool.submit(self._read_archive)
@@ -221,10 +224,6 @@ class _Comparison:
         with self._groups.snapshot():
             groups = self._groups.groups(topics)
             return groups, self._groups.sums(groups)
-
-    def _missing_topics(self, topics: Collection[str]) -> None:
-        for topic in sorted(set(topics) - {place.topic for place in self._extents}):
-            self._audit.notes.append(f"topic {topic} does not exist, or these credentials may not DESCRIBE it")
 
     def _say_what_was_left_out(self, groups: Sequence[Group]) -> None:
         notes = self._audit.notes

@@ -54,16 +54,6 @@ _AGAIN: Final = "`outbox db ledger off` and `on` begin another one"
 _OWNER: Final = """
 SELECT relowner::regrole::text, relowner <> current_user::regrole FROM pg_class WHERE oid = {events_name}::regclass"""
 
-_TABLES: Final = (
-    """
-CREATE TABLE {ledger} (
-    aggregate_type text NOT NULL, minute bigint NOT NULL, events bigint NOT NULL, hashes numeric NOT NULL,
-    written_at timestamptz NOT NULL DEFAULT now())""",
-    "CREATE TABLE {ledger_state} (key bytea NOT NULL, since timestamptz NOT NULL)",
-    "COMMENT ON TABLE {ledger} IS 'Events written, by aggregate type and minute. See outbox db ledger.'",
-    "COMMENT ON TABLE {ledger_state} IS 'The key of the hashes in ledger, and since when it is kept.'",
-)
-
 _BODY: Final = """
 BEGIN
     INSERT INTO {ledger} (aggregate_type, minute, events, hashes)
@@ -72,13 +62,19 @@ BEGIN
     RETURN NULL;
 END"""
 
-# Writers have no right on the ledger: the function runs with its owner's. pg_temp, where a writer may create types, is
-# searched first unless it is named.
-_FUNCTION: Final = """
-CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
-   SET search_path = pg_catalog, pg_temp AS {body}"""
-
 _ON: Final = (
+    """
+CREATE TABLE {ledger} (
+    aggregate_type text NOT NULL, minute bigint NOT NULL, events bigint NOT NULL, hashes numeric NOT NULL,
+    written_at timestamptz NOT NULL DEFAULT now())""",
+    "CREATE TABLE {ledger_state} (key bytea NOT NULL, since timestamptz NOT NULL)",
+    "COMMENT ON TABLE {ledger} IS 'Events written, by aggregate type and minute. See outbox db ledger.'",
+    "COMMENT ON TABLE {ledger_state} IS 'The key of the hashes in ledger, and since when it is kept.'",
+    # Writers have no right on the ledger: the function runs with its owner's. pg_temp, where a writer may create types,
+    # is searched first unless it is named.
+    """
+CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+   SET search_path = pg_catalog, pg_temp AS {body}""",
     "REVOKE ALL ON FUNCTION {function}() FROM PUBLIC",
     """
 CREATE TRIGGER outbox_ledger AFTER INSERT ON {events} REFERENCING NEW TABLE AS added
@@ -161,17 +157,16 @@ def turn_on(connection: psycopg.Connection[Any], schema: str, reason: str | None
     with _change(connection, "turning the ledger on"):
         if _exists(connection, schema):
             raise OperationRefused("the ledger is on already")
-        for statement in (*_TABLES, _FUNCTION, *_ON):
+        for statement in _ON:
             connection.execute(sql.SQL(statement).format(**names))
         owner = connection.execute(sql.SQL(_OWNER).format(**names)).fetchone()
         if owner is not None and owner[1]:
             # Of whoever owns the events, also if a superuser turns it on: the function runs with its owner's rights.
             for what in ("TABLE {ledger}", "TABLE {ledger_state}", "FUNCTION {function}()"):
-                change = sql.SQL(f"ALTER {what} OWNER TO ").format(**names) + sql.SQL(owner[0])
-                connection.execute(change)
+                connection.execute(sql.SQL(f"ALTER {what} OWNER TO ").format(**names) + sql.SQL(owner[0]))
         for (reader,) in connection.execute(sql.SQL(_READERS).format(**names)).fetchall():
-            grant = sql.SQL("GRANT SELECT ON {ledger}, {ledger_state} TO ").format(**names) + sql.SQL(reader)
-            connection.execute(grant)
+            grant = sql.SQL("GRANT SELECT ON {ledger}, {ledger_state} TO ").format(**names)
+            connection.execute(grant + sql.SQL(reader))
         note(connection, names, "ledger on", reason, {})
 
 

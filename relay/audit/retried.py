@@ -7,6 +7,7 @@ each event takes minutes where thousands of one key were retried.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ def behind(rows: Iterable[tuple[Any, ...]]) -> dict[UUID, int]:
                 written[partition].add(offset, id_)
                 continue
             for number, ids in written.items():
-                last = ids.before(offset) if number == partition else ids.of_all()
+                last = ids.before(offset if number == partition else math.inf)
                 if last is not None and last > max(id_, found.get(event_id, id_)):
                     found[event_id] = last
     return found
@@ -51,10 +52,7 @@ class _HighestIds:
         self._offsets[at:end] = [offset]
         self._ids[at:end] = [id_]
 
-    def before(self, offset: int) -> int | None:
-        """Return the highest id of the events before an offset; None if there is none."""
+    def before(self, offset: float) -> int | None:
+        """Return the highest id of the events before an offset, of all before infinity; None if there is none."""
         at = bisect_left(self._offsets, offset)
         return self._ids[at - 1] if at else None
-
-    def of_all(self) -> int | None:
-        return self._ids[-1] if self._ids else None

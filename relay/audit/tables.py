@@ -53,10 +53,6 @@ _WHOLE: Final = (
 )
 
 _SUMS: Final = """
-SELECT aggregate_type, topic, {minute} AS minute, count(*), 0, count(topic), {wholes}
-  FROM {archived} AS e {hashed_wholes} GROUP BY 1, 2, 3"""
-
-_SUMS_WITH_IDS: Final = """
 SELECT aggregate_type, topic, {minute} AS minute, count(*), {ids}, count(topic), {wholes}
   FROM {archived} AS e {hashed_ids} {hashed_wholes} GROUP BY 1, 2, 3"""
 
@@ -144,8 +140,6 @@ SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset
                        ORDER BY coalesce(behind, id), behind IS NOT NULL, "offset")) AS pairs
  WHERE partition <> before_partition OR "offset" < before_offset
 ORDER BY minute < %(first_minute)s, partition <> before_partition, minute, id LIMIT 20000"""
-
-_NOW: Final = "SELECT clock_timestamp()"
 
 _EARLIER: Final = "SELECT EXISTS (SELECT FROM {published} WHERE published_at < %(since)s LIMIT 1)"
 
@@ -295,13 +289,13 @@ class Tables:
         return None if found is None else found[0]
 
     def now(self) -> dt.datetime:
-        found: dt.datetime = self._rows(_NOW)[0][0]
+        found: dt.datetime = self._rows("SELECT clock_timestamp()")[0][0]
         return found
 
     def committed(self, *, ids: bool) -> dict[Window, Committed]:
         """Return the sums over the archived events of each window; those of the ids only if they are wanted."""
         found: dict[Window, Committed] = {}
-        query = _SUMS_WITH_IDS if ids else _SUMS
+        query = _SUMS if ids else _SUMS.replace("{ids}", "0").replace("{hashed_ids}", "")
         for kind, topic, minute, count, hashes, placed, wholes in self._rows(query):
             window = self._window(kind, topic, minute)
             if window is not None:

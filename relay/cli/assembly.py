@@ -38,7 +38,6 @@ class _Commands(TyperGroup):
     """The commands, whose errors are one clear line."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
         with failing_clearly():
             return super().invoke(ctx)
 

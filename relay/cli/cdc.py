@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -16,6 +16,8 @@ from relay.config import Settings
 from relay.operations.wal_setup import Cdc, Status
 from relay.wal.replication import lsn_text
 from relay.wal.slot import slot_names
+
+_LSNS: Final = ("current_lsn", "confirmed_lsn", "flushed_lsn", "settled_lsn")
 
 app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is_help=True)
 
@@ -93,10 +95,7 @@ def _summary(found: Status, settings: Settings) -> dict[str, Any]:
         "problem": found.problem,
         "wal_status": slot.wal_status,
         "read_by_pid": slot.active_pid,
-        "current_lsn": lsn(slot.current_lsn),
-        "confirmed_lsn": lsn(slot.confirmed_lsn),
-        "flushed_lsn": lsn(slot.flushed_lsn),
-        "settled_lsn": lsn(slot.settled_lsn),
+        **{name: lsn(getattr(slot, name)) for name in _LSNS},
         "retained_bytes": slot.retained_bytes,
         "lag_bytes": slot.lag_bytes,
         "lag_seconds": round(slot.lag_seconds, 3),
@@ -123,8 +122,7 @@ def _show(found: Status, settings: Settings) -> None:
         ("retained", bytes_text(values["retained_bytes"])),
         ("lag", f"{bytes_text(values['lag_bytes'])}, {age_text(values['lag_seconds'])}"),
     ]
-    lsns = ("current_lsn", "confirmed_lsn", "flushed_lsn", "settled_lsn")
-    facts += [(name.replace("_lsn", " LSN"), values[name] or "-") for name in lsns]
+    facts += [(name.replace("_lsn", " LSN"), values[name] or "-") for name in _LSNS]
     console = table_console()
     console.print(text_table(("", ""), facts))
     lanes = (

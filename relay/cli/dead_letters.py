@@ -161,7 +161,6 @@ class _Events:
         print_json(shown, indented=not self._asked.as_json)
 
     def retry(self) -> None:
-        """Retry them now. Dead letters return to the outbox, before the later events of their key."""
         selection = self._selection()
         with self._opened() as letters:
             progress = self._progress(letters, selection, "retried", discard=False)
@@ -171,7 +170,6 @@ class _Events:
         self._print_done("retried", "will be retried", list(dict.fromkeys(done)), done.locked)
 
     def discard(self, reason: str, *, keep_payload: bool) -> None:
-        """Delete them for good. The audit keeps them; the later events of their keys continue."""
         selection = self._selection()
         with self._opened() as letters:
             progress = self._progress(letters, selection, "discarded", discard=True)
@@ -257,10 +255,6 @@ class _Messages:
             print_json(messages.readable(letters.show(_number(dead_letter))), indented=not self._asked.as_json)
 
     def retry(self) -> None:
-        """Retry them in the next round of their groups: through decoding, dedup and effect.
-
-        Where later messages of the same key wait behind one, all of the key are retried, in their order.
-        """
         selection = self._selection()
         with self._opened() as letters:
             rows = letters.retry(selection)
@@ -279,7 +273,6 @@ class _Messages:
         _require_found(selection, found)
 
     def discard(self, reason: str, *, keep_payload: bool) -> None:
-        """Discard them for good. The audit keeps them; messages that waited behind them are retried."""
         selection = self._selection()
         with self._opened() as letters:
             done = letters.discard(selection, reason, keep_message=keep_payload)

@@ -6,7 +6,7 @@ import datetime as dt
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -19,6 +19,8 @@ from relay.operations.dead_letters import locked as error_of_locked
 
 if TYPE_CHECKING:
     from relay.operations.recover import Comparison, EventPlace
+
+_EVENTS: Final = ("lost", "unsure", "missing", "overtaken")
 
 
 def recover(
@@ -60,10 +62,7 @@ def recover(
         print_json(
             {
                 "records": found.records,
-                "lost": [event._asdict() for event in found.lost],
-                "unsure": [event._asdict() for event in found.unsure],
-                "missing": [event._asdict() for event in found.missing],
-                "overtaken": [event._asdict() for event in found.overtaken],
+                **{name: [event._asdict() for event in getattr(found, name)] for name in _EVENTS},
                 "expired": found.expired,
                 "settled": {str(lane): rows for lane, rows in done.settled.items()},
                 "changed": found.changed,

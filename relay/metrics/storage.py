@@ -87,20 +87,12 @@ def summed(rows: Iterable[Mapping[str, Any]]) -> dict[str, Table]:
 def storage_metrics(found: Storage) -> Iterator[GaugeMetricFamily]:
     labels = ["schema", "table"]
     tables = sorted(found.tables.items())
-    yield gauges(
-        "table_bytes",
-        "Size of a table with its indexes and partitions; the default partition is a table of its own.",
-        labels,
-        ((name, table.bytes) for name, table in tables),
-    )
-    rows = ((name, table.rows) for name, table in tables)
-    yield gauges("table_rows", "Rows, by the server's statistics.", labels, rows)
-    yield gauges(
-        "table_dead_rows",
-        "Dead rows, by the server's statistics.",
-        labels,
-        ((name, table.dead_rows) for name, table in tables),
-    )
+    for name, text in (
+        ("bytes", "Size of a table with its indexes and partitions; the default partition is a table of its own."),
+        ("rows", "Rows, by the server's statistics."),
+        ("dead_rows", "Dead rows, by the server's statistics."),
+    ):
+        yield gauges(f"table_{name}", text, labels, [(place, getattr(table, name)) for place, table in tables])
     yield gauges(
         "table_prune_overdue_seconds",
         "How long ago a day's partition should have been dropped: of published (relay.archive_days), and of "

@@ -88,8 +88,7 @@ class TopicBacklogs:
     """Reads how long the topics' events have waited, and how many they are. ``router`` is one of its own."""
 
     def __init__(self, schema: str, router: Router) -> None:
-        names = names_of(schema)
-        self._kinds = sql.SQL(_KINDS).format(**names)
+        self._kinds = sql.SQL(_KINDS).format(**names_of(schema))
         self._router = router
         self._paused: frozenset[str] = frozenset()
         # By lane, an id up to which there were only events of paused topics: the next look begins there.

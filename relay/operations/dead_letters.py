@@ -13,6 +13,7 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.rows import dict_row
 
+from outbox.consumer.admin.page import KIND
 from outbox.errors import NotFound, OperationRefused
 from outbox.event import DEAD_LETTER, REPLAY
 from relay.database import unavailable_on_error
@@ -41,11 +42,6 @@ SELECT * FROM (
  WHERE (%(ids)s::uuid[] IS NULL OR event_id = ANY(%(ids)s::text[]))
    AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
  ORDER BY first_failed_at, id LIMIT %(limit)s"""
-
-# Errors that differ only in numbers and ids are one kind: of a topic that is too small for its messages, each event has
-# an error with a size of its own.
-_KIND: Final = r"""regexp_replace(regexp_replace(left(last_error, 300),
-       '[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}', '…', 'gi'), '[0-9]+', 'N', 'g')"""
 
 _FAILED: Final = """
     SELECT * FROM (SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, attempts, last_error,
@@ -247,7 +243,7 @@ class DeadLetters:
         self._names = names_of(schema)
         self._names["without_event"] = without_event(self._names)
         self._names["kept"] = sql.SQL(_KEPT).format(**self._names)
-        self._names["kind"] = sql.SQL(_KIND).format()
+        self._names["kind"] = sql.SQL(KIND).format(error=sql.Identifier("last_error"))
         self._names["chosen"] = sql.SQL(_CHOSEN)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:

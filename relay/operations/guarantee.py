@@ -50,7 +50,6 @@ _EXACT: Final = "OUTBOX_DELIVERY=exactly-once"
 _GIVEN_UP: Final = (
     "a batch of a partition in flight when the consumer fails, and a message whose effect fails, are lost"
 )
-_CERTAIN: Final = "delivery='exactly-once' of the consumer"
 _ORDER: Final = {
     SourceKind.POLLING: "each key in the order of ids, which is that of commits if its writers exclude each other",
     SourceKind.WAL: "each key in commit order, or in that of ids while its lane reads the table",
@@ -134,7 +133,7 @@ _IN_SINK: Final[Mapping[Strategy, tuple[Guarantee, Guarantee]]] = {
         Guarantee(
             Delivery.AT_MOST_ONCE,
             f"of any effect: {_GIVEN_UP} and recorded; a replay is applied twice unless the consumer remembers ids",
-            _CERTAIN,
+            "delivery='exactly-once' of the consumer",
         ),
     ),
 }

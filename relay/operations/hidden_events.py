@@ -159,14 +159,12 @@ class HiddenEvents:
             )
 
     def _command(self, found: Undecided) -> str:
-        """Return the command of Kafka's distribution that aborts the transaction that a partition waits for."""
         return (
             f"kafka-transactions.sh --bootstrap-server {self._servers} abort --topic {found.partition.topic} "
             f"--partition {found.partition.number} --start-offset {found.stable}"
         )
 
     def _read_command(self, found: Undecided) -> str:
-        """Return the command of Kafka's distribution that shows the records from the hanging transaction's first on."""
         return (
             f"kafka-console-consumer.sh --bootstrap-server {self._servers} --topic {found.partition.topic} "
             f"--partition {found.partition.number} --offset {found.stable} "

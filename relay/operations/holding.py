@@ -99,8 +99,7 @@ class Holding:
 
     def former(self, lanes: Collection[int] | None = None) -> set[str]:
         with self._lock:
-            named = [ids for lane, ids in self._former.items() if lanes is None or lane in lanes]
-        return {each for ids in named for each in ids}
+            return {each for lane, ids in self._former.items() if lanes is None or lane in lanes for each in ids}
 
     def _keep_renewing(self) -> None:
         while not self._stop.wait(_RENEW_SECONDS):

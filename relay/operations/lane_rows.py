@@ -1,10 +1,7 @@
-"""The rows of lanes, and which of them are on Kafka. For reconcile.py.
-
-The rows are listed in a temporary table, so the connection must not go through a pooler.
-"""
+"""The rows of lanes, and which of them are on Kafka. For reconcile.py."""
 
 import datetime as dt
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -226,9 +223,10 @@ class LaneRows:
     def found(self) -> dict[int, int]:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
 
-    def found_ids(self, lane: int) -> list[str]:
-        """Return the event ids of a lane's listed rows that are on Kafka, or superseded there."""
-        return [event_id for (event_id,) in self.run(_FOUND_IDS, (lane,), "reading what is found")]
+    def found_ids(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield each lane with the event ids of its listed rows that are on Kafka, or superseded there."""
+        for lane in sorted(self.found()):
+            yield lane, [event_id for (event_id,) in self.run(_FOUND_IDS, (lane,), "reading what is found")]
 
     def superseded(self) -> dict[int, list[str]]:
         """Return the event ids of the listed rows that are superseded, by lane."""

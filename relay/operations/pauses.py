@@ -25,7 +25,6 @@ _LOOK_SECONDS: Final = 0.2
 
 # Of two commands at the same time, the second sees what the first has done. Relays and writers do not wait.
 _ALONE: Final = "LOCK TABLE {pauses} IN SHARE ROW EXCLUSIVE MODE"
-_LOCK_SECONDS: Final = 10
 
 _INSERT: Final = """
 INSERT INTO {pauses} (scope, name, reason) VALUES (%(scope)s, %(name)s, %(reason)s)
@@ -117,7 +116,7 @@ def _alone(
     """Open a transaction in which no one else changes pauses. Yields the tables' names and the pauses."""
     names = names_of(schema)
     with unavailable_on_error(doing), connection.transaction():
-        connection.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(f"{_LOCK_SECONDS}s")))
+        connection.execute("SET LOCAL lock_timeout = '10s'")
         connection.execute(sql.SQL(_ALONE).format(**names))
         yield names, {one.scope: one for one in read_pauses(connection, schema)}
 

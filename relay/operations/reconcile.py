@@ -46,7 +46,7 @@ from relay.database import Connector, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
 from relay.kafka.fencing import ShortLivedProducer, fence, initialize
-from relay.kafka.offsets import Undecided
+from relay.kafka.offsets import Partition, Undecided
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import own_ids
 from relay.operations.audit import note
@@ -217,44 +217,31 @@ class Reconciler:
 
     def _repair(self, holding: Holding, broken: dict[int, LaneComparison], reason: str) -> list[LaneComparison]:
         undecided = self._hidden.undecided()
-        events = [found for found in undecided if found.partition.topic != self._state.name]
-        if events:
-            broken |= self._decide_events(holding, undecided, events)
+        if any(found.partition.topic != self._state.name for found in undecided):
+            broken |= self._decide_events(holding, undecided)
         if not broken:
             return []
         self._find(list(holding.epochs))
         failpoint("reconcile.searched")
         found, superseded = self._rows.found(), self._rows.superseded()
-        self._audit_found(found, reason)
+        self._audit_found(reason)
         for lane in broken:
             self._rows.settle(lane, holding.values([lane]))
         failpoint("reconcile.settled")
         # Not earlier: no relay goes on with a lane while its partition is undecided. What is on Kafka is settled by
         # now, so a relay that goes on publishes only the rest.
-        state = [
-            found
-            for found in undecided
-            if found.partition.topic == self._state.name and found.partition.number in holding.epochs
-        ]
-        self._hidden.abort(holding.former(), state)
+        held = {Partition(self._state.name, lane) for lane in holding.epochs}
+        self._hidden.abort(holding.former(), [found for found in undecided if found.partition in held])
         failpoint("reconcile.decided")
         fresh = self._write_markers(holding, broken)
         failpoint("reconcile.marked")
         rows = self._rows.count(list(broken))
+        repaired = []
         for lane, marker in fresh.items():
             self._release(holding, lane, marker)
-        return [
-            LaneComparison(
-                lane,
-                marker.batch,
-                marker.batch,
-                None,
-                rows.get(lane, 0),
-                found.get(lane, 0),
-                superseded.get(lane, ()),
-            )
-            for lane, marker in fresh.items()
-        ]
+            counts = rows.get(lane, 0), found.get(lane, 0), superseded.get(lane, ())
+            repaired.append(LaneComparison(lane, marker.batch, marker.batch, None, *counts))
+        return repaired
 
     def _find(self, lanes: Sequence[int]) -> None:
         """List the rows of lanes that are held, and find those on Kafka."""
@@ -351,9 +338,7 @@ class Reconciler:
 
     # -- hanging transactions
 
-    def _decide_events(
-        self, holding: Holding, undecided: Sequence[Undecided], events: Sequence[Undecided]
-    ) -> dict[int, LaneComparison]:
+    def _decide_events(self, holding: Holding, undecided: Sequence[Undecided]) -> dict[int, LaneComparison]:
         """Abort hanging transactions in partitions of events that can be published again. Returns their lanes."""
         hanging, lanes = self._hidden.examine(undecided, list(self._lanes()))
         topics = self._rows.topics(list(holding.epochs))
@@ -365,7 +350,7 @@ class Reconciler:
         states = self._compared(more)
         self._take(holding, more)
         self._fence(holding, more)
-        self._hidden.abort(holding.former(), [found for found in events if found.partition in ours])
+        self._hidden.abort(holding.former(), [found for found in undecided if found.partition in ours])
         return states
 
     # -- holding lanes
@@ -440,15 +425,9 @@ class Reconciler:
         fresh: dict[int, Marker] = {}
         for lane, state in lanes.items():
             # Former writers are fenced: no marker of theirs can follow this one.
-            last = read.markers.get(lane)
-            here = seen[lane]
-            fresh[lane] = Marker(
-                max(state.next_batch, here.last_batch or 0, 0 if last is None else last.batch + 1),
-                holding.epochs[lane],
-                here.system,
-                here.timeline,
-                outbox=here.outbox,
-            )
+            last, here = read.markers.get(lane), seen[lane]
+            batch = max(state.next_batch, here.last_batch or 0, 0 if last is None else last.batch + 1)
+            fresh[lane] = Marker(batch, holding.epochs[lane], here.system, here.timeline, outbox=here.outbox)
         return fresh
 
     def _release(self, holding: Holding, lane: int, fresh: Marker) -> None:
@@ -468,12 +447,11 @@ class Reconciler:
                 found = [f"{part.topic} partition {part.partition} at {part.stable}" for part in hanging]
                 self._note("reconcile", reason, {"hanging": found})
 
-    def _audit_found(self, found: Collection[int], reason: str) -> None:
+    def _audit_found(self, reason: str) -> None:
         """Record what will be settled, for each lane."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             superseded = self._rows.superseded()
-            for lane in sorted(found):
-                ids = self._rows.found_ids(lane)
+            for lane, ids in self._rows.found_ids():
                 self._note_settled("reconcile settles", reason, ids, superseded.get(lane, ()), {"lane": lane})
 
     def _note_settled(

@@ -155,9 +155,7 @@ class Comparison:
     @property
     def differs(self) -> bool:
         """Whether there is something to repair, or to know."""
-        return bool(
-            self.lost or self.unsure or self.broken or self.changed or self.scheduled or self.dead or self.missing
-        )
+        return any((self.lost, self.unsure, self.broken, self.changed, self.scheduled, self.dead, self.missing))
 
 
 class Recovery(Reconciler):
@@ -201,7 +199,7 @@ class Recovery(Reconciler):
         self._lost = {(place.topic, place.aggregate_id) for place, sure in places if sure}, since
         self._mark_found()
         missing, overtaken, expired = self._missing(bound, [place for place, _ in places])
-        scheduled = standing("scheduled", sql.SQL("0"), statements.NOT_BEFORE)
+        scheduled = standing("scheduled", sql.SQL("0"), "not_before")
         dead = standing("dead_letters", sql.Identifier("lane"), statements.BLOCKS_SINCE)
         superseded = [row.event_id for row in (*scheduled, *dead) if row.superseded]
         return Comparison(
@@ -212,7 +210,7 @@ class Recovery(Reconciler):
             relays,
             [place for place, sure in places if sure],
             [place for place, sure in places if not sure],
-            dict(compared(statements.FOUND)),
+            dict(self._rows.found_ids()),
             [event_id for (event_id,) in compared(statements.CHANGED)],
             [*chain.from_iterable(self._rows.superseded().values()), *superseded],
             scheduled,
@@ -260,11 +258,10 @@ class Recovery(Reconciler):
             self.repair(Findings(broken, []), reason)
         else:
             self._settle([state.lane for state in broken], reason)
-        settled = {lane: self._rows.found_ids(lane) for lane in sorted(self._rows.found())}
+        settled = dict(self._rows.found_ids())
         if found.scheduled:
-            self._rows.run(
-                statements.UNSCHEDULE, {"ids": [row.id for row in found.scheduled]}, "deleting scheduled events"
-            )
+            ids = [row.id for row in found.scheduled]
+            self._rows.run(statements.UNSCHEDULE, {"ids": ids}, "deleting scheduled events")
         if not found.dead:
             return Recovered(settled, resent, [])
         letters = DeadLetters(self._connection, self._schema)
@@ -363,7 +360,7 @@ class Recovery(Reconciler):
         with Holding(self._connect, self._names) as holding:
             self._take(holding, lanes)
             self._find(lanes)
-            self._audit_found(self._rows.found(), reason)
+            self._audit_found(reason)
             for lane in lanes:
                 self._rows.settle(lane, holding.values([lane]))
 

@@ -94,10 +94,6 @@ THERE: Final = """
 EXISTS (SELECT FROM pg_temp.outbox_recover AS s
          WHERE s.ours AND s.event_id = r.event_id AND s.mark = r.mark AND s.content IS NOT DISTINCT FROM r.content)"""
 
-FOUND: Final = """
-SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
- WHERE found GROUP BY lane ORDER BY lane"""
-
 MARK_FOUND: Final = "UPDATE pg_temp.outbox_reconcile AS r SET found = true WHERE NOT found AND {there}"
 
 CHANGED: Final = """
@@ -125,7 +121,6 @@ SELECT r.lane, r.id, r.event_id::text, NOT {there} AS superseded,
                sha256(coalesce(payload_bytes, convert_to(payload::text, 'UTF8'))) AS content
           FROM {table} AS t) AS r) AS r
  WHERE found ORDER BY event_id, id"""
-NOT_BEFORE: Final = "not_before"
 BLOCKS_SINCE: Final = """
 (SELECT t.dead_at FROM {failures} AS f WHERE f.lane = t.lane AND f.id = t.id AND f.blocks)"""
 

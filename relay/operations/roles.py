@@ -258,13 +258,14 @@ def _names(role: str, schema: str) -> dict[str, sql.Composable]:
         raise ConfigurationError(f"{role!r} can't be the name of a role")
     if role == "public":
         raise ConfigurationError("public means every role; name one role")
-    return {"schema": sql.Identifier(schema), "role": sql.Identifier(role), "tag": sql.SQL(_TAG)}
+    names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
+    literals = {f"{name}_name": sql.Literal(identifier.as_string()) for name, identifier in names.items()}
+    return {**names, **literals, "tag": sql.SQL(_TAG)}
 
 
 def _own(kind: RoleKind, role: str, schema: str) -> Iterator[str]:
-    names, function = _names(role, schema), sql.Identifier(schema, "count_in_ledger")
-    names |= {f"{name}_name": sql.Literal(names[name].as_string()) for name in ("schema", "role")}
-    names |= {"function": function, "function_name": sql.Literal(f"{function.as_string()}()")}
+    function = sql.Identifier(schema, "count_in_ledger")
+    names = _names(role, schema) | {"function": function, "function_name": sql.Literal(f"{function.as_string()}()")}
     yield sql.SQL("CREATE SCHEMA IF NOT EXISTS {schema} AUTHORIZATION {role}").format(**names).as_string()
     yield sql.SQL(_OWN).format(**names).as_string()
     if kind is RoleKind.MIGRATOR:
@@ -372,20 +373,14 @@ def limits(
         listed = sql.SQL(", ").join(sql.SQL("{}::text").format(sql.Literal(name)) for name in types)
         check = sql.SQL("(aggregate_type = ANY (ARRAY[{}]))").format(listed)
         for name in _LIMITED_TABLES:
-            table, identifier = sql.Identifier(schema, name), sql.Identifier(role)
-            yield (
-                sql.SQL(_LIMIT)
-                .format(
-                    tag=sql.SQL(_TAG),
-                    table=table,
-                    table_name=sql.Literal(table.as_string()),
-                    role=identifier,
-                    role_name=sql.Literal(identifier.as_string()),
-                    role_text=sql.Literal(role),
-                    open=sql.Identifier(_OPEN),
-                    open_text=sql.Literal(_OPEN),
-                    check=check,
-                    wanted=sql.Literal(check.as_string()),
-                )
-                .as_string()
-            )
+            table = sql.Identifier(schema, name)
+            names = _names(role, schema) | {
+                "table": table,
+                "table_name": sql.Literal(table.as_string()),
+                "role_text": sql.Literal(role),
+                "open": sql.Identifier(_OPEN),
+                "open_text": sql.Literal(_OPEN),
+                "check": check,
+                "wanted": sql.Literal(check.as_string()),
+            }
+            yield sql.SQL(_LIMIT).format(**names).as_string()

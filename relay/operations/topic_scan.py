@@ -88,8 +88,10 @@ def record_at(options: Mapping[str, str], place: Partition, offset: int, seconds
                 for message in consumer.consume(1, left):
                     error = message.error()
                     if error is None:
-                        # The next one, where retention, compaction or an abort left a gap.
-                        return _whole(place, message) if message.offset() == offset else None
+                        if message.offset() != offset:
+                            return None  # the next one, where retention, compaction or an abort left a gap
+                        headers = headers_of(message)
+                        return _seen(place, message, headers)._replace(headers=headers)
                     if error.code() in {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE} or is_end(error):
                         return None
     finally:
@@ -207,11 +209,6 @@ def _check_complete(unread: Collection[Partition], refused: Collection[Partition
 def _named(partitions: Collection[Partition]) -> str:
     names = [f"{found.topic} partition {found.number}" for found in sorted(partitions)]
     return ", ".join(names[:_MOST_NAMED] + ["…"] * (len(names) > _MOST_NAMED))
-
-
-def _whole(partition: Partition, message: Message) -> TopicRecord:
-    headers = headers_of(message)
-    return _seen(partition, message, headers)._replace(headers=headers)
 
 
 def _seen(partition: Partition, message: Message, headers: Mapping[str, Any] | None = None) -> TopicRecord:

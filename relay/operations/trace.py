@@ -138,21 +138,19 @@ def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID, hidde
                 row = cursor.execute(sql.SQL(text).format(**names_of(schema)), bound).fetchone()
             return row
 
-        failure: dict[str, Any] | None = None
+        failure: dict[str, Any] = {}
         with one_snapshot(connection, _STATEMENT_SECONDS):
             waiting = read("events", _WAITING)
             if waiting is not None:
                 bound |= {"lane": waiting["lane"], "id": waiting["id"]}
                 waiting |= read("lanes", _OWNER) or {}
-                failure = read("failures", _FAILURE)
+                failure = read("failures", _FAILURE) or {}
             dead, published = read("dead_letters", _DEAD), read("published", _PUBLISHED)
             scheduled = read("scheduled", _SCHEDULED)
     hidden.update(visible.hidden)
-    if waiting is not None and failure is not None:
-        last = failure.pop("last_failed_at")
-        return Event(state="waiting" if last is None else "retrying", **waiting, **failure)
     if waiting is not None:
-        return Event(state="waiting", **waiting)
+        last = failure.pop("last_failed_at", None)
+        return Event(state="waiting" if last is None else "retrying", **waiting, **failure)
     if dead is not None:
         return Event(state="dead", **dead)
     if published is not None:

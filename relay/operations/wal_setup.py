@@ -30,6 +30,7 @@ import psycopg
 import structlog
 from psycopg import errors, sql
 
+from outbox._clients.errors import first_line
 from outbox.errors import OperationRefused, SchemaError
 from relay.config import SourceKind
 from relay.core.ports import DatabaseUnavailable
@@ -42,8 +43,9 @@ from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up,
 
 log = structlog.get_logger("relay")
 
-_FAILOVER_FROM: Final = 170000
-_GENERATED_FROM: Final = 180000
+FAILOVER_FROM: Final = 170000
+GENERATED_FROM: Final = 180000
+"""The Postgres that has failover slots, and the one that publishes generated columns."""
 
 _CHECKPOINT: Final = """
 INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, opened_xid,
@@ -117,10 +119,6 @@ _NEEDS_REPLICATION: Final = (
 _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
 _TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
 
-# Making a slot waits for all open transactions: longer than for other locks, up to the statement's limit.
-_WAIT_FOR_TRANSACTIONS: Final = "SELECT set_config('lock_timeout', '0', true)"
-_WAIT_AS_BEFORE: Final = "SELECT set_config('lock_timeout', %(lock_timeout)s, true)"
-
 
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -144,9 +142,8 @@ class Cdc:
     def status(self) -> Status:
         state = self._slot.look()
         problem = find_problem(state, self._names)
-        return Status(
-            state, read_lanes(self._connection, self._names.schema), None if problem is None else str(problem)
-        )
+        lanes = read_lanes(self._connection, self._names.schema)
+        return Status(state, lanes, None if problem is None else str(problem))
 
     def setup(self) -> bool:
         """Create publication, slot and checkpoint. Return whether any was missing.
@@ -205,9 +202,10 @@ class Cdc:
             self._connection.execute(self._query(_DROP_IF_THERE), bound)
             failpoint("heal.dropped")
             lock_timeout = self._ask("SELECT current_setting('lock_timeout')")
-            self._connection.execute(_WAIT_FOR_TRANSACTIONS)
+            # It waits for all open transactions: longer than for other locks, up to the statement's limit.
+            self._connection.execute("SELECT set_config('lock_timeout', '0', true)")
             self._make_slot()
-            self._connection.execute(_WAIT_AS_BEFORE, {"lock_timeout": lock_timeout})
+            self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (lock_timeout,))
             failpoint("heal.made")
             if self._connection.execute(self._query(_HEALED_CHECKPOINT), bound).rowcount != 1:
                 raise DatabaseUnavailable(f"the checkpoint of slot {self._names.slot!r} was changed meanwhile")
@@ -279,26 +277,11 @@ class Cdc:
             )
 
     def _ask(self, query: LiteralString) -> Any:
-        values = self._bound() | {
-            "streams": self._tables["streams"].as_string(None),
-            "audit": self._tables["audit"].as_string(None),
-        }
-        row = self._connection.execute(self._query(query), values).fetchone()
-        assert row is not None
-        return row[0]
+        tables = {name: self._tables[name].as_string(None) for name in ("streams", "audit")}
+        ((value,),) = self._connection.execute(self._query(query), self._bound() | tables).fetchall()
+        return value
 
     def _require_own(self, state: SlotState) -> None:
-        self._require_only_slot(state)
-        self._require_own_slot(state)
-        with unavailable_on_error("looking at the publication"):
-            foreign = self._connection.execute(self._query(_FOREIGN), self._bound()).fetchone()
-        if foreign is not None:
-            raise OperationRefused(
-                f"the publication {self._names.publication!r} is not this outbox's: choose another name "
-                "(OUTBOX_WAL__PUBLICATION), or drop it if it is unused"
-            )
-
-    def _require_only_slot(self, state: SlotState) -> None:
         # With a second slot, the first would keep WAL for ever.
         if not state.known:
             with unavailable_on_error("looking at the checkpoint"):
@@ -308,6 +291,14 @@ class Cdc:
                 raise OperationRefused(
                     f"this outbox has the slot {row[0]!r}: set OUTBOX_WAL__SLOT to it; for another name drop it first"
                 )
+        self._require_own_slot(state)
+        with unavailable_on_error("looking at the publication"):
+            foreign = self._connection.execute(self._query(_FOREIGN), self._bound()).fetchone()
+        if foreign is not None:
+            raise OperationRefused(
+                f"the publication {self._names.publication!r} is not this outbox's: choose another name "
+                "(OUTBOX_WAL__PUBLICATION), or drop it if it is unused"
+            )
 
     def _require_own_slot(self, state: SlotState) -> None:
         if not state.there:
@@ -361,7 +352,7 @@ class Cdc:
                     self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
                     # Only the columns that identify a row: the relay reads the rest from the table. Generated columns
                     # like the lane can be published since Postgres 18; before, the relay computes it from the key.
-                    generated = self._connection.info.server_version >= _GENERATED_FROM
+                    generated = self._connection.info.server_version >= GENERATED_FROM
                     columns = "(id, lane)" if generated else "(id, aggregate_type, aggregate_id)"
                     self._connection.execute(
                         self._query("CREATE PUBLICATION {publication} FOR TABLE {events} ")
@@ -370,12 +361,12 @@ class Cdc:
                     )
         except SchemaError as error:
             needed = "creating the publication needs the rights of the tables' owner, and CREATE on the database"
-            raise SchemaError(f"{_reason(error)}: {needed}") from error
+            raise SchemaError(f"Postgres: {first_line(error.__cause__ or error)}: {needed}") from error
 
     def _make_slot(self) -> None:
         # Since Postgres 17, a failover slot is synchronized to standbys.
         query: LiteralString = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput')"
-        if self._connection.info.server_version >= _FAILOVER_FROM:
+        if self._connection.info.server_version >= FAILOVER_FROM:
             query = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput', failover => true)"
         try:
             self._connection.execute(query, self._bound())
@@ -394,7 +385,7 @@ class Cdc:
         except errors.UndefinedObject:
             pass  # gone by now
         except SchemaError as error:
-            raise SchemaError(f"{_reason(error)}: {_NEEDS_REPLICATION}") from error
+            raise SchemaError(f"Postgres: {first_line(error.__cause__ or error)}: {_NEEDS_REPLICATION}") from error
 
     def _note(self, what: str, why: str | None) -> None:
         details = {"slot": self._names.slot, "publication": self._names.publication}
@@ -464,8 +455,3 @@ def unhealable(state: SlotState, names: SlotNames) -> str | None:
     if state.active_pid is not None:
         return f"slot {names.slot!r} is being read by server process {state.active_pid}"
     return None
-
-
-def _reason(error: SchemaError) -> str:
-    cause = error.__cause__ or error
-    return f"Postgres: {str(cause).strip().splitlines()[0]}"

@@ -88,11 +88,18 @@ def create_page(
     def description(request: Request) -> Response:
         return api.answer(api.openapi(views, request.scope.get("root_path", "")))
 
+    async def live(request: Request) -> Response:
+        """Send an event (server-sent events, WHATWG HTML 9.2) whenever there are new figures."""
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
+        lines = (f"id: {number}\ndata: new\n\n" async for number in sampler.ticks())
+        return StreamingResponse(lines, media_type="text/event-stream")
+
     app = Starlette(
         routes=[
             *(_route(page, view, prefix) for prefix in ("", api.PREFIX) for view in views),
             Route(f"{api.PREFIX}/openapi.json", description),
-            Route("/live", _live(sampler)),
+            Route("/live", live),
             *(Route(f"/static/{file.name}", _file(file)) for file in sorted((_FOLDER / "static").iterdir())),
         ],
         middleware=[Middleware(Guard, access=access, origins=origins, broken=page.broken)],
@@ -127,21 +134,6 @@ def _file(file: Path) -> Callable[[Request], Any]:
         return Response(content, media_type=kind)
 
     return endpoint
-
-
-def _live(sampler: Sampler) -> Callable[[Request], Any]:
-    async def live(request: Request) -> Response:
-        """Send an event (server-sent events, WHATWG HTML 9.2) whenever there are new figures."""
-        if request.method == "HEAD":
-            return Response(media_type="text/event-stream")
-
-        async def lines() -> AsyncIterator[bytes]:
-            async for number in sampler.ticks():
-                yield f"id: {number}\ndata: new\n\n".encode()
-
-        return StreamingResponse(lines(), media_type="text/event-stream")
-
-    return live
 
 
 def _limited(

@@ -58,21 +58,11 @@ class Chart:
 
 def charts(samples: Sequence[Sample]) -> Mapping[str, Chart]:
     times = [sample.at for sample in samples]
-
-    def of(values: Callable[[Sample], float | None]) -> Values:
-        return [values(sample) for sample in samples]
-
-    events = [("events", of(lambda one: one.backlog))]
-    age = [("age", of(lambda one: one.oldest_seconds))]
-    rates = [
-        ("written", of(lambda one: one.written)),
-        ("published", of(lambda one: one.published)),
-        ("applied", of(lambda one: one.applied)),
-    ]
-    latency = [
-        ("median", of(lambda one: one.latency.median if one.latency else None)),
-        ("p95", of(lambda one: one.latency.p95 if one.latency else None)),
-    ]
+    events = [("events", [one.backlog for one in samples])]
+    age = [("age", [one.oldest_seconds for one in samples])]
+    rates = [(name, [getattr(one, name) for one in samples]) for name in ("written", "published", "applied")]
+    latencies = [one.latency for one in samples]
+    latency = [(name, [getattr(one, name) if one else None for one in latencies]) for name in ("median", "p95")]
     return {
         "waiting": chart("Waiting", times, events, _count),
         "age": chart("Oldest waiting event", times, age, age_text),

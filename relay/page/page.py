@@ -235,14 +235,8 @@ class Page:
 
     def failed(self, request: Request, error: Exception) -> Response:
         """Return an error as a view. Its text comes from us; it quotes no secrets."""
-        match error:
-            case ConfigurationError():
-                status = 400
-            case NotFound():
-                status = 404
-            case _:
-                # Servers that are away, tables or rights that are missing: an operator has to act elsewhere.
-                status = 503
+        # 503: servers that are away, tables or rights that are missing: an operator has to act elsewhere.
+        status = 400 if isinstance(error, ConfigurationError) else 404 if isinstance(error, NotFound) else 503
         return self.render(request, "error.html", status, error=str(error), view="")
 
     def broken(self, request: Request, error: Exception) -> Response:
@@ -319,7 +313,7 @@ def _show(value: object, most: int = _LONG) -> str:
     text = str(value)
     cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
     # Lines stay lines: a payload is shown as it is.
-    return "\n".join(printable(line) for line in cut.split("\n"))
+    return printable(cut, but="\n")
 
 
 def _number(value: float | None) -> str:

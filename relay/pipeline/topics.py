@@ -127,16 +127,14 @@ class MissingTopics:
 
         Raises BrokerUnavailable when no broker answers, and what ``read_rows`` raises.
         """
-        wanted: set[str] = set()
         names, bound = names_of(self._schema), {"most": _MOST_LOOKED_AT, "copy": DEAD_LETTER}
         doing = "looking at the first events"
         try:
             rows = read_rows(connection, doing, _FIRST_KINDS, names, bound)
         except SchemaError:
             rows = read_rows(connection, doing, _FIRST_WRITTEN, names, bound)
-        for row in rows:
-            if topic := self._router.known_topic(row["aggregate_type"], copy=row["copy"]):
-                wanted.add(topic)
+        known = self._router.known_topic
+        wanted = {topic for row in rows if (topic := known(row["aggregate_type"], copy=row["copy"]))}
         try:
             return sorted(wanted - self._metadata.topics(_SECONDS).topics.keys())
         except KafkaException as error:

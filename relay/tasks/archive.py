@@ -213,14 +213,15 @@ class Retention:
         return deleted
 
     def _plan(self, connection: psycopg.Connection[Any]) -> PrunePlan:
-        today: dt.date = self._value(connection, _TODAY)
+        ((today,),) = connection.execute(_TODAY).fetchall()
         oldest = today - dt.timedelta(days=self._days)
         end = today + dt.timedelta(days=_AHEAD + 1)
         default = sql.Literal(self._default.as_string(connection))
+        ((readable,),) = connection.execute(sql.SQL(_READABLE).format(default=default)).fetchall()
         ranges = self._ranges(connection)
         rows: dict[dt.date, int] = {}
         # Without the right to read them there is none to delete or move them either.
-        if self._value(connection, _READABLE, default=default):
+        if readable:
             query = sql.SQL(_ROWS_BY_DAY).format(default=self._default, before=sql.Literal(_midnight(end)))
             rows = dict(connection.execute(query).fetchall())
         stray = [day for day in rows if day < oldest]
@@ -242,13 +243,7 @@ class Retention:
         parent = sql.Literal(self._parent.as_string(connection))
         return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
-    @staticmethod
-    def _value(connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
-        ((value,),) = connection.execute(sql.SQL(query).format(**names)).fetchall()
-        return value
-
     def _change(self, connection: psycopg.Connection[Any], plan: PrunePlan, *, force: bool) -> None:
-        """Drop and create partitions."""
         if force or not plan.held_back:
             for name in plan.drop:
                 connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))

@@ -27,21 +27,14 @@ DELETE FROM ONLY {idempotency_keys} AS k WHERE k.ctid = ANY(ARRAY(
      ORDER BY added_at LIMIT %(most)s))"""
 
 
-class IdempotencyKeys:
-    """Keeps one outbox's keys for ``days``."""
-
-    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], schema: str, days: int) -> None:
-        self._connect = connect
-        self._query = sql.SQL(_FORGET).format(**names_of(schema))
-        self._values = {"days": days, "most": _AT_ONCE}
-
-    def forget(self) -> None:
-        """Delete the expired keys. Raises Unavailable, and SchemaError without the table or the rights."""
-        forgotten, last = 0, _AT_ONCE
-        with unavailable_on_error("forgetting idempotency keys"), self._connect() as connection:
-            begin_session(connection)
-            while last == _AT_ONCE:
-                last = connection.execute(self._query, self._values).rowcount
-                forgotten += last
-        if forgotten:
-            log.info("idempotency keys are forgotten", keys=forgotten)
+def forget(connect: Callable[[], psycopg.Connection[Any]], schema: str, days: int) -> None:
+    """Delete the keys older than ``days``. Raises Unavailable, and SchemaError without the table or the rights."""
+    query = sql.SQL(_FORGET).format(**names_of(schema))
+    forgotten, last = 0, _AT_ONCE
+    with unavailable_on_error("forgetting idempotency keys"), connect() as connection:
+        begin_session(connection)
+        while last == _AT_ONCE:
+            last = connection.execute(query, {"days": days, "most": _AT_ONCE}).rowcount
+            forgotten += last
+    if forgotten:
+        log.info("idempotency keys are forgotten", keys=forgotten)

@@ -55,7 +55,6 @@ _NEXT: Final = """(SELECT extract(epoch FROM min(not_before) - clock_timestamp()
   WHERE not_before >= {since})"""
 """SQL: in how many seconds the next event is due, negative if it is; NULL without any."""
 
-_EVER: Final = sql.SQL("'-infinity'")
 _SINCE: Final = sql.SQL("coalesce(now() - make_interval(secs => %(back)s::float8), '-infinity')")
 
 # now(), which is this statement's time: the index can't be asked for clock_timestamp(), which changes row by row. The
@@ -85,7 +84,7 @@ def next_due(names: dict[str, sql.Composable], *, since: bool = False) -> sql.Co
 
     ``since``: it starts ``%(back)s`` seconds ago (NULL: at the lowest), see ``NextDue.seconds_back``.
     """
-    return sql.SQL(_NEXT).format(**names, since=_SINCE if since else _EVER)
+    return sql.SQL(_NEXT).format(**names, since=_SINCE if since else sql.SQL("'-infinity'"))
 
 
 class NextDue:

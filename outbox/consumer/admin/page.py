@@ -22,7 +22,9 @@ _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
 _NEWEST: Final = 100
 _RECENT_SECONDS: Final = 15
 
-_KIND: Final = r"""regexp_replace(regexp_replace(left(error, 300),
+# Errors that differ only in numbers and ids are one kind: of a topic that is too small for its messages, each event has
+# an error with a size of its own.
+KIND: Final = r"""regexp_replace(regexp_replace(left({error}, 300),
        '[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}', '…', 'gi'), '[0-9]+', 'N', 'g')"""
 
 _GROUPED: Final = """
@@ -107,5 +109,5 @@ class ConsumerPages:
         with clear_errors(doing), self._connection.transaction():
             with self._connection.cursor(row_factory=dict_row) as cursor:
                 cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-                kind = sql.SQL(_KIND).format()
+                kind = sql.SQL(KIND).format(error=sql.Identifier("error"))
                 return cursor.execute(statement(self._schema, query, kind=kind), values).fetchall()

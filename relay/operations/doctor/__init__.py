@@ -34,9 +34,6 @@ EXPLAINED: Final[Mapping[Delivery, str]] = {
     "consumers without dedup, such as Spark jobs with OffsetsOnly. A replay is a second event to these.",
 }
 
-_ENCRYPTED: Final = frozenset({"ssl", "sasl_ssl"})
-_VERIFYING: Final = frozenset({"verify-ca", "verify-full"})
-
 
 def examine(settings: Settings) -> Iterator[Finding]:
     """Run all checks, and derive from them what is promised; an unreachable server is a finding too.
@@ -93,7 +90,7 @@ def check_transport(settings: Settings) -> Iterator[Finding]:
     """Check whether passwords and events can be read, or a server be impersonated, on the way. Asks no server."""
     protocol = settings.kafka.get("security.protocol", "plaintext").lower()
     servers = [server.rpartition(":")[0] for server in settings.require_kafka().split(",")]
-    if protocol not in _ENCRYPTED and not all(map(_is_local, servers)):
+    if protocol not in {"ssl", "sasl_ssl"} and not all(map(_is_local, servers)):
         passwords = protocol == "sasl_plaintext"
         yield warning(
             "Kafka, TLS",
@@ -105,7 +102,7 @@ def check_transport(settings: Settings) -> Iterator[Finding]:
     given = conninfo_to_dict(settings.require_database())
     hosts = str(given.get("host") or given.get("hostaddr") or "").split(",")
     mode = str(given.get("sslmode") or "prefer")
-    if mode not in _VERIFYING and not all(map(_is_local, hosts)):
+    if mode not in {"verify-ca", "verify-full"} and not all(map(_is_local, hosts)):
         asked = "is not set, and libpq's default is prefer" if "sslmode" not in given else f"is {mode}"
         yield warning(
             "Postgres, TLS",

@@ -17,7 +17,7 @@ from relay.config import Settings, SourceKind
 from relay.insights import without_event
 from relay.operations.guarantee import slot_cost
 from relay.operations.recover import CLOCKS
-from relay.operations.wal_setup import Cdc, Status
+from relay.operations.wal_setup import FAILOVER_FROM, GENERATED_FROM, Cdc, Status
 from relay.row_access import RowProblem, row_problems
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import names_of
@@ -28,8 +28,6 @@ Rows = list[tuple[Any, ...]]
 _SERVER: Final = """
 SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit'),
        extract(epoch FROM clock_timestamp())::float8"""
-_APART: Final = CLOCKS.total_seconds()
-_PUBLISHES_GENERATED: Final = 180000
 _PUBLICATIONS_OF_DELETES: Final = """
 SELECT p.pubname, EXISTS (SELECT FROM pg_publication_rel AS r
                            WHERE r.prpubid = p.oid AND r.prrelid = {events_name}::regclass)
@@ -67,7 +65,6 @@ SELECT r.rolname FROM pg_roles AS r
  ORDER BY r.rolname"""
 
 _RATE_SECONDS: Final = 1.0
-_FAILOVER_FROM: Final = 170000
 # The slot, the standbys that have slots, and whether logical slots wait for any of them (Postgres 17).
 _STANDBYS: Final = """
 SELECT {failover}, (SELECT count(*) FROM pg_replication_slots WHERE slot_type = 'physical'),
@@ -90,14 +87,14 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
     yield Check("rows", partial(row_problems, connection, schema, every_role=True), _rows)
     # What follows reads these tables.
     yield Check("tables", partial(_tables, connection, settings), essential=True)
-    rejects = connection.info.server_version >= _PUBLISHES_GENERATED
+    rejects = connection.info.server_version >= GENERATED_FROM
     yield Check("publications", ask(_PUBLICATIONS_OF_DELETES, schema=schema), partial(_publications, schema, rejects))
     slot = slot_names(settings)
     yield Check(
         "source", Cdc(connection, slot).status, partial(_sources, settings), f"SELECT on {schema}.lanes and streams"
     )
     if settings.source is SourceKind.WAL:
-        knows = connection.info.server_version >= _FAILOVER_FROM
+        knows = connection.info.server_version >= FAILOVER_FROM
         query = ask(_STANDBYS.replace("{failover}", "failover" if knows else "false"), slot=slot.slot)
         yield Check("slot, failover", query, partial(_failover, f"slot {slot.slot}, failover", knows))
     yield Check(
@@ -113,9 +110,8 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
 
 def _names(schema: str) -> dict[str, sql.Composable]:
     names = names_of(schema)
-    events_name = sql.Literal(sql.Identifier(schema, "events").as_string(None))
-    own = {"events_name": events_name, "without_event": without_event(names), "day_of_id": sql.SQL(DAY_OF_ID)}
-    return names | own
+    events_name = sql.Literal(names["events"].as_string(None))
+    return names | {"events_name": events_name, "without_event": without_event(names), "day_of_id": sql.SQL(DAY_OF_ID)}
 
 
 def _server(rows: Rows) -> Iterator[Finding]:
@@ -133,7 +129,7 @@ def _server(rows: Rows) -> Iterator[Finding]:
             setting="synchronous_commit = on",
         )
 
-    if abs(ahead) > _APART:
+    if abs(ahead) > CLOCKS.total_seconds():
         found = f"this machine's is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the database's"
         yield warning("clocks", f"{found}. Messages have the relay's time, and `outbox recover` may miss them")
 

@@ -49,14 +49,9 @@ def _findings(check: Check) -> Iterator[Finding]:
         else:
             yield failure(check.about, text_of(error), check.do or "see the brokers' logs")
     except (OutboxError, psycopg.Error) as error:
-        if denied := _denied(error):
+        lacking = (first_line(each) for each in causes(error) if isinstance(each, errors.InsufficientPrivilege))
+        if denied := next(lacking, None):
             found = f"not checked, because this role lacks a right: {denied}"
             yield warning(check.about, found, f"{check.grant or 'grant it'}, or run this as the tables' owner")
         else:
             yield failure(check.about, str(error), check.do)
-
-
-def _denied(error: BaseException | None) -> str | None:
-    """Return what Postgres denied, if a missing right is the cause of an error."""
-    denied = (found for found in causes(error) if isinstance(found, errors.InsufficientPrivilege))
-    return next(map(first_line, denied), None)

@@ -83,24 +83,17 @@
       first = false;
       state.textContent = "not live: connection lost, reconnecting";
       // After an answer that is an error, a browser does not reconnect by itself.
-      if (source && source.readyState === EventSource.CLOSED) {
-        again = setTimeout(() => {
-          refresh();
-          open();
-        }, 3000);
-      }
+      if (source && source.readyState === EventSource.CLOSED) again = setTimeout(resume, 3000);
     };
+  };
+
+  const resume = () => {
+    refresh();
+    open();
   };
 
   if (document.querySelector("[data-live]")) {
     if (!document.hidden) open();
-    document.addEventListener("visibilitychange", () => {
-      if (document.hidden) {
-        close();
-      } else {
-        refresh();
-        open();
-      }
-    });
+    document.addEventListener("visibilitychange", () => (document.hidden ? close() : resume()));
   }
 })();

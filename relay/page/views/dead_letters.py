@@ -46,12 +46,11 @@ def routes(page: Page) -> list[View]:
 
 def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[View]:
     def retry(request: Request, form: Form) -> Response:
-        # One dead letter is retried without a question, several after one.
-        return _act(page, side, request, form, "Retry", None, ask=len(form.all(side.id_field)) != 1)
+        return _act(page, side, request, form, None)
 
     def discard(request: Request, form: Form) -> Response:
         reason = form.require("reason", f"why the {side.noun} may be lost: the audit keeps it")
-        return _act(page, side, request, form, "Discard", reason, ask=True)
+        return _act(page, side, request, form, reason)
 
     # Those that are named, or else a group.
     fields = {side.id_field: f"{MANY}which ones", **side.filters}
@@ -74,22 +73,15 @@ def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[View]:
     ]
 
 
-def _act(
-    page: Page,
-    side: _RelaySide | _ConsumerSide,
-    request: Request,
-    form: Form,
-    verb: str,
-    reason: str | None,
-    *,
-    ask: bool,
-) -> Response:
-    """Carry out an action, after a confirmation. A form names each dead letter: what is shown is what is done."""
+def _act(page: Page, side: _RelaySide | _ConsumerSide, request: Request, form: Form, reason: str | None) -> Response:
+    """Discard for a reason, or retry without one, after a confirmation: what is shown is what is done."""
+    verb = "Retry" if reason is None else "Discard"
     if form.get("confirmed") is not None:
         selection, what = page.chosen(request, form)
     else:
         selection, what = side.selection(form)
-        if ask:
+        # One dead letter is retried without a question, several after one.
+        if reason is not None or len(form.all(side.id_field)) != 1:
             lines = [*side.count(selection, discard=reason is not None)]
             lines += [] if reason is None else [f"The reason: {reason}"]
             return page.confirm(request, f"{verb} {what}", lines, form, verb, (selection, what))

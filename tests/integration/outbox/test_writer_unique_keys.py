@@ -178,7 +178,7 @@ def test_keys_are_forgotten_after_their_days(outbox_postgres, monkeypatch):
         outbox.add(connection, keyed(7, "waits"), not_before=LATER)
         connection.execute(aged + "WHERE idempotency_key = 'waits'", (30, 1))
     connector = Connector(outbox_postgres.url, "test")
-    idempotency_keys.IdempotencyKeys(connector, "outbox", 30).forget()
+    idempotency_keys.forget(connector, "outbox", 30)
     assert sorted(known(outbox_postgres)) == ["k5", "k6", "waits"]
     with closing(connector()) as connection, connection.transaction():
         ids = outbox.add_many(connection, [keyed(10, "k4", "4"), keyed(11, "k5", "5")])
