@@ -235,14 +235,11 @@ def test_nested_payloads_are_read_whole(kind):
     read_both_ways(fields, values, Policy())
 
 
-@pytest.mark.parametrize(
-    ("kind", "pieces", "count"),
-    # Two lines that are joined beside one that is torn are as many as there should be: it takes three.
-    [(t.StringType(), TORN, 2), (t.StringType(), TORN[:9], 3), (t.DoubleType(), TORN[:9], 3)],
-)
-def test_lines_are_never_joined_nor_torn(kind, pieces, count):
+# Two lines that are joined beside one that is torn are as many as there should be: it takes three.
+@pytest.mark.parametrize(("pieces", "count"), [(TORN, 2), (TORN[:9], 3)])
+def test_lines_are_never_joined_nor_torn(pieces, count):
     """Every two, or three, of the pieces together: their number alone would not tell."""
-    fields = t.StructType().add("f", kind).add("g", t.StringType())
+    fields = t.StructType().add("f", t.StringType()).add("g", t.StringType())
     for values in itertools.product(pieces, repeat=count):
         read_both_ways(fields, list(values), Policy())
 
@@ -299,9 +296,10 @@ for precision, scale in (12, 2), (38, 0), (38, 18), (38, 37):
     kind = t.DecimalType(precision, scale)
     fields = t.StructType().add("f", kind).add("g", t.ArrayType(kind))
     arrow = arrow_type(t.StructType([*fields.fields]).add(PROBLEM, t.StringType()))
+    exact = json_text.reader(fields, Policy())
     for text in json.load(open(sys.argv[1])):
         payloads = pa.array([text.encode()])
-        readers = JsonReader(fields, Policy()), json_text.reader(fields, Policy())
+        readers = JsonReader(fields, Policy()), exact
         many, one = (columns(reader, payloads, pa.nulls(1, pa.binary()), arrow).to_pylist() for reader in readers)
         if many != one:
             print(kind, text, many, one)
