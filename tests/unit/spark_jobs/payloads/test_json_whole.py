@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pyarrow as pa
 import pytest
+from decoding_support import of_any_size
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as t
@@ -19,6 +20,8 @@ from spark_jobs.payloads import json_whole
 from spark_jobs.payloads.decoding import PROBLEM, arrow_type, as_read
 from spark_jobs.payloads.json_whole import JsonReader, WholeReader
 from spark_jobs.payloads.reading import Policy, columns
+
+__all__ = ["of_any_size"]
 
 KINDS = [
     t.StringType(),
@@ -92,14 +95,6 @@ def payloads(draw: st.DrawFn) -> bytes | None:
     text = f"{draw(SPACE)}{{{inner}}}{draw(SPACE)}"
     made = text.encode("latin-1", "replace") if "\xff" in text else text.encode()
     return draw(st.sampled_from([made, made, made, made, made[:-1], made + made, b"[" + made + b"]", b"", None]))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def of_any_size():
-    """Batches of any size are read as many are."""
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(json_whole, "_FEW", 0)
-        yield
 
 
 def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
