@@ -47,19 +47,6 @@ def test_a_message_that_can_not_be_transformed_ends_it_and_commits_nothing_of_it
     assert member.committed == 0 or sum(ends.values()) >= member.committed
 
 
-def test_or_goes_to_the_dead_letter_topic(place, outbox_kafka):
-    letters = outbox_kafka.create_topic(outbox_kafka.name("dead"), 1)
-    place.feed(range(10), bad=7)
-    with running(place.member(copied(place), dead_letter_topic=letters)):
-        wait_until(lambda: place.position() == 10, 60, "the end")
-    assert sorted(n for numbers in place.come(9).values() for n in numbers) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
-    [letter] = outbox_kafka.consume(letters, 1)
-    headers = dict(letter.headers())
-    assert (letter.key(), letter.value()) == (b"k7", b"{")
-    assert headers[DEAD_LETTER].startswith(b"JSONDecodeError")
-    assert headers[PLACE].startswith(f"{place.source}-".encode())
-
-
 def test_a_topic_that_is_not_there(place, outbox_kafka, monkeypatch):
     monkeypatch.setattr(_topics, "MISSING_TOPIC_SECONDS", 2.0)
     absent = outbox_kafka.name("absent")

@@ -54,17 +54,6 @@ class Counting(TcpProxy):
         self._to_target(connection, data)
 
 
-class AnotherPid(Counting):
-    """Announces another process than the one that answers, as a pooler may."""
-
-    def _from_target(self, connection: Connection, data: bytes) -> None:
-        key = data.find(b"K\0\0\0\x0c")
-        if key >= 0:
-            pid = int.from_bytes(data[key + 5 : key + 9], "big")
-            data = data[: key + 5] + (pid + 1).to_bytes(4, "big") + data[key + 9 :]
-        self._to_client(connection, data)
-
-
 class RoundTrips(Counting):
     """Counts how often the client waits for an answer."""
 

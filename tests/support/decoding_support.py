@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from bench import ided
 from pyspark.sql.types import StringType, StructType
 
 from spark_jobs.job import ConsumerJob
+from spark_jobs.payloads import json_whole
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, arrow_type, as_read
 from spark_jobs.payloads.reading import Reader, columns
 
@@ -71,3 +73,11 @@ def read(decoder: Decoder, *values: bytes | None) -> list[dict[str, Any]]:
     """Read a batch of payloads with a job's decoder."""
     fields, plan = decoder.task_plan()
     return read_with(plan(), fields, values)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def of_any_size() -> Iterator[None]:
+    """Batches of any size are read as many are, in each module that has this among its names."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(json_whole, "_FEW", 0)
+        yield

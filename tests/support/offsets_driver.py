@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from confluent_kafka import ConsumerGroupTopicPartitions, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions
 from support import wait_until
 from typer.testing import CliRunner
 
@@ -88,6 +89,11 @@ class Driver:
         for future in self.admin.delete_records([at]).values():
             future.result(30)
         wait_until(lambda: self.runner._kafka.look([self.topic])[1][self.topic, part].first == offset, what="the cut")
+
+    def add_partitions(self, count: int) -> None:
+        """Let the topic have so many."""
+        self.admin.create_partitions([NewPartitions(self.topic, count)])[self.topic].result(30)
+        wait_until(lambda: len(self.runner._kafka.look([self.topic])[1]) == count, what="the partitions")
 
     def create_again(self, partitions: int) -> None:
         self.delete()

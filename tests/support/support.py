@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import random
 import threading
 import time
@@ -39,6 +40,15 @@ IMPATIENT: Final = (str(Path(__file__).with_name("impatient.py")),)
 
 MUTANT: Final = str(Path(__file__).with_name("mutant.py"))
 """The program of relays that lack something, which follows; see there."""
+
+
+@pytest.fixture(autouse=True)
+def without_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting comes from the environment nor from a file, in each module that has this among its names."""
+    for name in list(os.environ):
+        if name.startswith("OUTBOX_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

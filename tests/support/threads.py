@@ -23,10 +23,8 @@ class Threads:
         self,
         work: Mapping[str, Callable[[], None]],
         *,
-        seconds: float | None = _END_SECONDS,
         stop: threading.Event | None = None,
     ) -> None:
-        self._seconds = seconds
         self._stop = stop or threading.Event()
         self._errors: list[BaseException] = []
         self._threads = [
@@ -53,7 +51,7 @@ class Threads:
     def _join(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(self._seconds)
+            thread.join(_END_SECONDS)
 
     def _noting_errors(self, work: Callable[[], None]) -> None:
         try:

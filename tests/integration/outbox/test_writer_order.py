@@ -48,16 +48,6 @@ def test_the_second_writer_of_a_key_draws_its_id_after_the_firsts_commit(outbox_
     assert numbers(outbox_postgres) == ([1, 2, 3, 4] if many else [1, 2, 4])
 
 
-def test_a_rollback_frees_the_key(outbox_postgres):
-    with outbox_postgres.connect() as first, outbox_postgres.connect() as second:
-        outbox.add(first, event(1), lock_key=True)
-        first.rollback()
-        second.execute("SET lock_timeout = '60s'")
-        outbox.add(second, event(2), lock_key=True)
-        second.commit()
-    assert numbers(outbox_postgres) == [2]
-
-
 def test_other_keys_and_writers_without_the_lock_do_not_wait(outbox_postgres):
     with outbox_postgres.connect() as first, outbox_postgres.connect() as second:
         second.execute("SET lock_timeout = '60s'")

@@ -54,17 +54,6 @@ async def test_a_second_add_writes_nothing_and_returns_the_first_id(target, outb
 
 @each_driver
 @on_target
-async def test_a_key_goes_with_its_transaction(target, outbox_postgres):
-    target.options = {"unique_keys": True}
-    await target.add(keyed(1, "a"))
-    await target.rollback()
-    await target.add(keyed(2, "a"))
-    await target.commit()
-    assert (numbers(outbox_postgres), known(outbox_postgres)) == ([2], ["a"])
-
-
-@each_driver
-@on_target
 async def test_a_key_that_another_event_has_is_refused_with_all_that_is_added_beside_it(target, outbox_postgres):
     target.options = {"unique_keys": True}
     first = await target.add(keyed(1, "a"))

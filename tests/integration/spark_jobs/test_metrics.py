@@ -10,6 +10,7 @@ import pytest
 from confluent_kafka import Producer
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
+from reconcile_support import other_program
 from support import wait_until
 
 from outbox._app.prometheus import serve
@@ -57,18 +58,12 @@ def test_everything_there_is(outbox_postgres, outbox_kafka, served, monkeypatch)
     # Nobody is away here: however long an answer takes, it is there.
     monkeypatch.setattr(consumer_metrics, "_PATIENCE", 60.0)
     topic = outbox_kafka.create_topic(outbox_kafka.name("orders"), 2)
-    options = {"bootstrap.servers": outbox_kafka.bootstrap_servers, "linger.ms": 0}
-    producer = Producer(options)
+    producer = Producer({"bootstrap.servers": outbox_kafka.bootstrap_servers, "linger.ms": 0})
     for _ in range(5):
         producer.produce(topic, b"x", partition=0)
     producer.produce(topic, b"x", partition=1)
     assert producer.flush(30) == 0
-    open_transaction = Producer(options | {"transactional.id": outbox_kafka.name("open")})
-    open_transaction.init_transactions(30)
-    open_transaction.begin_transaction()
-    for _ in range(3):
-        open_transaction.produce(topic, b"x", partition=0)
-    assert open_transaction.flush(30) == 0
+    open_transaction = other_program(outbox_kafka, topic, 0, 0, 0)
 
     metrics, port = served([topic])
     # Nobody has taken the group over yet.

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import without_settings
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -23,13 +24,7 @@ from relay.config import Delivery, Settings, delivery_seconds, load, producer_op
 from relay.kafka.routing import Route
 from relay.parts import build_router
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith("OUTBOX_"):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
+__all__ = ["without_settings"]
 
 
 def test_environment_names(monkeypatch):

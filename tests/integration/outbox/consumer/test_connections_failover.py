@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 from consumer_group import ConsumerGroup
-from counting import AnotherPid, Counting
 from pgbouncer import PgBouncer
 from proxy import TcpProxy
 from sessions_support import NAME, ask, later, read, run, sessions, terminate, url, use
@@ -120,22 +119,6 @@ def test_a_session_is_kept_for_some_minutes(url, later, again):
 
 
 # Behind a pooler.
-
-
-def test_a_session_that_another_process_answers_is_not_cleaned_and_not_kept(url):
-    """By this a pooler is known, with no pooler here."""
-    with AnotherPid(url) as pooler:
-        ask(pooler.url, reset=False)
-        assert pooler.opened == 1
-        ask(pooler.url)
-        assert b"DISCARD ALL" not in pooler.statements
-        assert connections._here().take((pooler.url, NAME)) is None
-    with Counting(url) as counting:
-        for _ in range(2):
-            ask(counting.url)
-        # Asked once for each session.
-        assert counting.statements.count(b"SELECT pg_catalog.pg_backend_pid()") == 1
-        assert (counting.statements.count(b"DISCARD ALL"), counting.opened) == (2, 1)
 
 
 def test_behind_a_pooler_nothing_of_others_is_reset(url):

@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from group_sides import BAD, BEGIN, Bench, Message, Side, bench, messages
+from group_sides import BAD, BEGIN, Bench, Side, bench, messages
 from support import wait_until
 
 from outbox.consumer.errors import Fenced
@@ -119,17 +119,6 @@ def test_a_message_that_fails_is_recorded_and_the_others_are_applied(bench, most
     # Its key does not wait.
     most.apply_at_most_once(messages(4, at=BEGIN + 5))
     assert bench.numbers() == [1, 3, 4]
-
-
-def test_a_group_with_dead_letters_is_refused(bench):
-    side = bench.side()
-    side.claim()
-    side.bury(Message(1, BEGIN))
-    most = bench.side(at_most_once=True)
-    with pytest.raises(ConfigurationError, match="retry or discard them before"):
-        most.claim()
-    # It has not claimed anything.
-    assert bench.stands()[1] == 1
 
 
 def test_a_dead_letter_that_is_written_during_the_claim_is_seen(bench):

@@ -52,11 +52,6 @@ class Poison:
     def deferred(self, connection: Any) -> None:
         connection.execute("INSERT INTO late VALUES (1), (1)")
 
-    def interrupt(self, connection: Any) -> None:
-        with psycopg.connect(connection.info.dsn, autocommit=True) as admin:
-            admin.execute("SELECT pg_terminate_backend(%s)", (connection.info.backend_pid,))
-        self.numbers.clear()
-
 
 @pytest.fixture
 def on_sigterm():
@@ -217,20 +212,6 @@ def test_a_consumer_stops_between_dead_letters(log):
     assert len(log.letters()) > 40
 
 
-def test_a_failure_that_passes_is_no_failure(log):
-    log.produce(keys(50))
-    poison = Poison(2)
-
-    def handle(connection, message):
-        if len(poison.calls) == 3:
-            poison.numbers.clear()
-        poison(connection, message)
-
-    with log.consuming(handle, attempts=5) as running:
-        running.wait(lambda: log.count() >= 50, "the effects")
-    log.check()
-
-
 @pytest.mark.parametrize("batch", [1, 20])
 def test_a_failed_message_is_a_dead_letter_and_its_key_waits_behind_it(log, batch):
     """Of four keys the third message fails, each in another way."""
@@ -388,21 +369,4 @@ def test_many_partitions_share_what_a_member_may_read_into_memory(outbox_postgre
         running.wait(lambda: log.count() >= 16 * 200, "the effects")
     assert min(paused.values()) >= 10
     assert max(paused.values()) <= 10 + 20
-    log.check()
-
-
-def test_a_handler_can_not_commit(log):
-    log.produce(keys(5))
-    with log.consuming(lambda connection, message: connection.commit(), attempts=1) as running:
-        assert "Explicit commit() forbidden" in str(running.error())
-    assert log.positions() == {0: 0}
-
-
-def test_a_session_that_postgres_ends_is_nobodys_fault(log):
-    log.produce(keys(50))
-    poison = Poison(2)
-    poison.how = poison.interrupt
-    with log.consuming(poison, attempts=1) as running:
-        running.wait(lambda: log.count() >= 50, "the effects")
-    assert len(poison.calls) == 1
     log.check()

@@ -14,6 +14,7 @@ from urllib.parse import quote
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support import without_settings
 from typer.testing import CliRunner
 
 from outbox._clients import credentials
@@ -21,13 +22,7 @@ from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load
 
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith("OUTBOX_"):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
+__all__ = ["without_settings"]
 
 
 def secret(tmp_path: Path, content: bytes | str) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import without_settings
 from typer.testing import CliRunner
 
 from outbox._app import environment
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import Settings, load
+
+__all__ = ["without_settings"]
 
 # What an environment can hold: no NUL, no lone surrogates.
 TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
@@ -34,14 +36,6 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
     ]
 )
 PATHS = [*sorted(environment.setting_names(Settings)), ("kafka", "linger.ms"), ("routes", "order", "topic")]
-
-
-@pytest.fixture(autouse=True)
-def _clean(monkeypatch, tmp_path):
-    for name in list(os.environ):
-        if name.startswith("OUTBOX_"):
-            monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
 
 
 def problem() -> str | None:

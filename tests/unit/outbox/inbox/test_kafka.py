@@ -1,4 +1,4 @@
-"""The inbox's options for Kafka, and its error for what Kafka has lost. What is a loss: see test_planner."""
+"""The inbox's options for Kafka, and its error for what Kafka has lost. What is a loss: see admin/test_offsets."""
 
 from __future__ import annotations
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox._clients.kafka_rules import LastingRefusal
-from outbox.consumer import member_clients
-from outbox.transform import KafkaRefused, Transformer, _session
+from outbox.transform import Transformer, _session
 
 REFUSED = KafkaError(KafkaError._AUTHENTICATION, "SASL authentication error: Authentication failed")
 
@@ -34,18 +31,6 @@ class Producer:
     def purge(self) -> None: ...
 
     def flush(self, _seconds: float) -> None: ...
-
-
-def test_a_password_that_stays_wrong_ends_it(monkeypatch):
-    monkeypatch.setattr(member_clients, "LastingRefusal", partial(LastingRefusal, 0.0))
-    monkeypatch.setattr(_session, "Producer", Producer)
-    heard: list[KafkaError] = []
-    # Nothing listens there.
-    kafka = {"bootstrap.servers": "127.0.0.1:1", "error_cb": heard.append, "log_level": 0}
-    member = Transformer(lambda _: [], topics=["t"], group="g", kafka=kafka)
-    with pytest.raises(KafkaRefused, match=r"group g: SASL authentication error.*look at the credentials"):
-        member.run()
-    assert REFUSED in heard
 
 
 def test_a_probe_sees_why_while_it_may_pass(monkeypatch):

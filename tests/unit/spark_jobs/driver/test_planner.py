@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox.consumer.errors import DataLost, JobError, TopicRecreated
-from outbox.consumer.losses import find_losses
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Range, StoredOffset
 from outbox.errors import ConfigurationError
 from spark_jobs.driver.options import Options
@@ -27,56 +26,6 @@ from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob, find_job
 
 ID = {"t": "id-1"}
-
-
-def test_reads_from_the_stored_offset_to_the_end():
-    stored = {("t", 0): StoredOffset("id-1", 5), ("t", 1): StoredOffset("id-1", 7)}
-    extents = {("t", 0): OffsetBounds(0, 9), ("t", 1): OffsetBounds(3, 7)}
-    assert plan(stored, extents, ID) == {("t", 0): Range("id-1", 5, 9)}
-
-
-def test_a_new_partition_must_begin_at_0():
-    extents = {("t", 0): OffsetBounds(0, 9), ("t", 1): OffsetBounds(0, 0)}
-    assert new_partitions({("t", 0): StoredOffset("id-1", 0)}, extents, ID) == [("t", 1)]
-    with pytest.raises(DataLost, match="first 4 messages"):
-        new_partitions({}, {("t", 0): OffsetBounds(4, 9)}, ID)
-
-
-def test_what_went_before_a_group_that_begins_elsewhere_is_no_loss():
-    extents = {("t", 0): OffsetBounds(4, 9), ("t", 1): OffsetBounds(0, 0)}
-    assert new_partitions({}, extents, ID, chosen=True) == [("t", 0), ("t", 1)]
-
-
-CUT, RETENTION, RECREATED = LossKind.CUT, LossKind.RETENTION, LossKind.RECREATED
-
-
-@pytest.mark.parametrize(
-    ("here", "extent", "ids", "error", "shown", "kind", "lost"),
-    [
-        (2, OffsetBounds(3, 9), "id-1", DataLost, "messages 2 to 2", RETENTION, (2, 3)),
-        (10, OffsetBounds(0, 9), "id-1", DataLost, "log ends at 9", CUT, (9, 10)),
-        # A topic that was made anew is no cut and no retention, whatever its offsets look like.
-        (10, OffsetBounds(0, 8), "id-2", TopicRecreated, "id-2", RECREATED, (10, None)),
-        (2, OffsetBounds(5, 9), "id-2", TopicRecreated, "id-2", RECREATED, (2, None)),
-        (2, OffsetBounds(0, 9), "id-2", TopicRecreated, "id-2", RECREATED, (2, None)),
-        (2, None, "id-2", TopicRecreated, "t-0", RECREATED, (2, None)),
-        (2, None, None, TopicRecreated, "the topic is gone", RECREATED, (2, None)),
-    ],
-)
-def test_what_does_not_fit_halts_and_is_said_in_offsets(here, extent, ids, error, shown, kind, lost):
-    stored = {("t", 0): StoredOffset("id-1", here)}
-    extents = {} if extent is None else {("t", 0): extent}
-    ids = {} if ids is None else {"t": ids}
-    with pytest.raises(error, match=shown):
-        plan(stored, extents, ids)
-    [loss] = find_losses(stored, extents, ids)
-    assert (loss.topic, loss.part, loss.topic_id, loss.kind) == ("t", 0, "id-1", kind)
-    assert (loss.first_offset, loss.end_offset) == lost
-
-
-@pytest.mark.parametrize("at", [3, 9])
-def test_the_first_and_the_end_themselves_are_no_loss(at):
-    assert find_losses({("t", 0): StoredOffset("id-1", at)}, {("t", 0): OffsetBounds(3, 9)}, ID) == []
 
 
 def test_one_error_names_everything_and_the_command():

@@ -84,13 +84,6 @@ def test_different_errors_are_not_the_same_failure():
     assert reader.search.narrowed(reader.planned()) == reader.planned()
 
 
-def test_a_message_that_only_came_along_is_not_found():
-    """A partition with one message fails with another one's: only by itself it would be blamed."""
-    reader = Reader({(("t", 0), 9_999)})
-    assert reader.until_found() == (("t", 0), 9_999)
-    assert reader.position["u", 0] == 1
-
-
 def test_an_outage_that_is_over_leaves_nothing_behind():
     reader = Reader({(("t", 0), offset) for offset in range(25_000)})
     for _ in range(SAME + 8):

@@ -7,14 +7,14 @@ import io
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from decoding_support import read_with
+from decoding_support import of_any_size, read_with
 from google.protobuf import descriptor_pb2
 from pyspark.sql import types as t
 from range_support import task_decoder
@@ -24,7 +24,6 @@ from spark_jobs.effects.produce import Traced
 from spark_jobs.job import ConsumerJob
 from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import json_text as json_payload
-from spark_jobs.payloads import json_whole
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.avro_limits import MOST_WEIGHTLESS
 from spark_jobs.payloads.decoding import PROBLEM
@@ -33,6 +32,8 @@ from spark_jobs.payloads.reading import Policy, Problem, limited
 from spark_jobs.payloads.registry import Schema
 from spark_jobs.spark import rows as spark_rows
 from spark_jobs.task.incoming import Messages
+
+__all__ = ["of_any_size"]
 
 NESTED = t.StructType(
     [
@@ -54,14 +55,6 @@ READERS: dict[str, tuple[t.StructType, Any]] = {
     "nested": (NESTED, JsonReader(NESTED, Policy())),
     "variant": (TEXT, json_payload.variant_reader),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def of_any_size() -> Iterator[None]:
-    """Batches of any size are read as many are."""
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(json_whole, "_FEW", 0)
-        yield
 
 
 every_reader = pytest.mark.parametrize("way", READERS)

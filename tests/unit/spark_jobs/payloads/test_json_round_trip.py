@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from decimal import Context, Decimal
 from typing import Any
 
@@ -12,16 +11,18 @@ import numpy as np
 import pyarrow as pa
 import pydantic
 import pytest
-from decoding_support import read_with
+from decoding_support import of_any_size, read_with
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as t
 
 from outbox._payload import to_json
-from spark_jobs.payloads import json_text, json_whole
+from spark_jobs.payloads import json_text
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.json_whole import JsonReader, WholeReader
 from spark_jobs.payloads.reading import Policy, Problem
+
+__all__ = ["of_any_size"]
 
 MONEY = t.StructType().add("m", t.DecimalType(38, 18))
 DOUBLE = t.StructType().add("d", t.DoubleType())
@@ -30,14 +31,6 @@ SINGLE = t.StructType().add("f", t.FloatType())
 
 class Wallet(pydantic.BaseModel):
     m: Decimal
-
-
-@pytest.fixture(autouse=True, scope="module")
-def of_any_size() -> Iterator[None]:
-    """Batches of any size are read as many are."""
-    with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(json_whole, "_FEW", 0)
-        yield
 
 
 def read(fields: t.StructType, payloads: list[bytes]) -> list[Any]:

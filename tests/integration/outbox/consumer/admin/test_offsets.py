@@ -6,11 +6,10 @@ import re
 
 import psycopg
 import pytest
-from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewPartitions
 from offsets_driver import GROUP, Driver, driver
 from psycopg.types.json import Jsonb
+from reconcile_support import other_program
 from support import wait_until
 
 from outbox.consumer import kafka_admin
@@ -184,12 +183,7 @@ def test_a_topic_that_is_gone(driver, monkeypatch):
 def test_partitions_that_are_added_begin_at_0_unless_messages_went_before(driver):
     driver.look()
     assert driver.positions() == {0: 0, 1: 0}
-    driver.admin.create_partitions([NewPartitions(driver.topic, 4)])[driver.topic].result(30)
-
-    def partitions():
-        return len(driver.runner._kafka.look([driver.topic])[1])
-
-    wait_until(lambda: partitions() == 4, what="the partitions")
+    driver.add_partitions(4)
     driver.send(3, 6)
     driver.delete_before(3, 4)
     with pytest.raises(DataLost, match="never read it and its first 4 messages") as caught:
@@ -216,8 +210,7 @@ def test_the_others_are_read_to_where_they_ended_when_one_was_added(driver, rest
     driver.meet()
     driver.runner = driver.start(most=4)
     assert driver.step() == {0: (0, 4)}
-    driver.admin.create_partitions([NewPartitions(driver.topic, 3)])[driver.topic].result(30)
-    wait_until(lambda: len(driver.runner._kafka.look([driver.topic])[1]) == 3, what="the partition")
+    driver.add_partitions(3)
     assert driver.step() == {0: (4, 8)}
     driver.send(1, 1)
     if restarted:
@@ -275,8 +268,7 @@ def test_a_new_group_begins_at_the_end_if_it_is_told_to(driver):
     driver.send(0, 2)
     driver.runner = driver.start(start="latest")
     assert driver.step() == {0: (5, 7)}
-    driver.admin.create_partitions([NewPartitions(driver.topic, 4)])[driver.topic].result(30)
-    wait_until(lambda: len(driver.runner._kafka.look([driver.topic])[1]) == 4, what="the partitions")
+    driver.add_partitions(4)
     driver.send(2, 4)
     driver.send(3, 6)
     # The other one has asked for this topic's leaders before there was a partition 3.
@@ -311,11 +303,7 @@ def test_a_new_group_begins_with_what_is_left_if_it_is_told_to(driver):
 
 def test_a_transaction_that_is_open_when_a_group_begins_at_the_end_is_read(driver):
     driver.send(0, 2)
-    open_one = Producer({"bootstrap.servers": driver.topics.bootstrap_servers, "transactional.id": driver.topic})
-    open_one.init_transactions(30)
-    open_one.begin_transaction()
-    open_one.produce(driver.topic, b"{}", partition=0)
-    assert open_one.flush(30) == 0
+    open_one = other_program(driver.topics, driver.topic, 0)
     driver.send(0, 1)
     driver.runner = driver.start(start="latest")
     driver.look()
@@ -372,11 +360,7 @@ def test_a_log_that_was_cut(driver):
 
 def test_what_comes_behind_an_open_transaction_is_uncommitted(driver):
     driver.look()
-    open_one = Producer({"bootstrap.servers": driver.topics.bootstrap_servers, "transactional.id": driver.topic})
-    open_one.init_transactions(30)
-    open_one.begin_transaction()
-    open_one.produce(driver.topic, b"{}", partition=0)
-    assert open_one.flush(30) == 0
+    open_one = other_program(driver.topics, driver.topic, 0)
     driver.send(0, 4)
     extents = driver.runner._kafka.look([driver.topic], high_watermarks=True)[1]
     assert extents[driver.topic, 0] == OffsetBounds(0, 0, 5, 0)

@@ -9,7 +9,6 @@ import time
 import orjson
 import psycopg
 import pytest
-from confluent_kafka.cimpl import NewPartitions
 from offsets_driver import GROUP, driver
 from support import wait_until
 from typer.testing import CliRunner
@@ -162,8 +161,7 @@ def test_a_reset_leaves_an_added_partition_to_the_driver_which_lets_it_wait(driv
     driver.send(0, 10)
     driver.meet()
     driver.read(0, 4)
-    driver.admin.create_partitions([NewPartitions(driver.topic, 3)])[driver.topic].result(30)
-    wait_until(lambda: len(driver.runner._kafka.look([driver.topic])[1]) == 3, what="the partition")
+    driver.add_partitions(3)
     driver.send(2, 1)
     for to in ("earliest", dt.datetime.now(dt.UTC) - dt.timedelta(hours=1)):
         driver.offsets().reset(GROUP, driver.topic, to, "why")
