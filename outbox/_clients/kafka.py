@@ -6,16 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
+
+from confluent_kafka import KafkaError, KafkaException
 
 from outbox._clients import credentials
 from outbox._clients.callbacks import CALLBACKS, raising
 from outbox._clients.kafka_rules import require_verification
 from outbox._clients.variables import variable
 from outbox.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from confluent_kafka import KafkaError, KafkaException
 
 
 def complete(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,8 +70,6 @@ _UNKNOWN: Final = re.compile(r'No such configuration property: "(.+)"')
 
 def refused_options(error: KafkaException) -> ConfigurationError:
     """Return the error for options that librdkafka refuses, with the variable of one that it does not know."""
-    from confluent_kafka import KafkaError
-
     inner = error.args[0]
     text = inner.str() if isinstance(inner, KafkaError) else str(error)
     unknown = _UNKNOWN.search(text)
@@ -102,10 +99,8 @@ class ConnectionErrors:
 
     def hear(self, error: KafkaError) -> None:
         """Keep the error if it is such a reason. The client's ``error_cb`` is this method, or calls it."""
-        from confluent_kafka import KafkaError as Codes
-
         # Documented names, in spite of the underscore.
-        if error.code() not in {Codes._SSL, Codes._AUTHENTICATION, Codes._RESOLVE}:  # noqa: SLF001
+        if error.code() not in {KafkaError._SSL, KafkaError._AUTHENTICATION, KafkaError._RESOLVE}:  # noqa: SLF001
             return
         self._last = CIRCUMSTANCES.sub("", error.str())
         if _UNVERIFIED in self._last:
@@ -123,16 +118,14 @@ class ConnectionErrors:
 
     def reason_for(self, error: KafkaError) -> str:
         """Return the reason, to be appended to the text of this error; empty if it can't have caused the error."""
-        from confluent_kafka import KafkaError as Codes
-
         caused = {
-            Codes._TRANSPORT,  # noqa: SLF001
+            KafkaError._TRANSPORT,  # noqa: SLF001
             # What a request to a broker that cannot be connected may end with, when its address is replaced.
-            Codes._DESTROY,  # noqa: SLF001
-            Codes._ALL_BROKERS_DOWN,  # noqa: SLF001
-            Codes._TIMED_OUT,  # noqa: SLF001
-            Codes._TIMED_OUT_QUEUE,  # noqa: SLF001
-            Codes._MSG_TIMED_OUT,  # noqa: SLF001
+            KafkaError._DESTROY,  # noqa: SLF001
+            KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
+            KafkaError._TIMED_OUT,  # noqa: SLF001
+            KafkaError._TIMED_OUT_QUEUE,  # noqa: SLF001
+            KafkaError._MSG_TIMED_OUT,  # noqa: SLF001
         }
         # An exception that was explained already has it.
         return self.reason if error.code() in caused and self.reason not in error.str() else ""
@@ -142,8 +135,6 @@ class ConnectionErrors:
 
         Polls ``client`` first. A consumer that reads is polled by its reader: it must not be given.
         """
-        from confluent_kafka import KafkaError, KafkaException
-
         if client is not None:
             _serve(client)
         inner = error.args[0]
@@ -155,8 +146,6 @@ class ConnectionErrors:
     @contextmanager
     def explaining(self, client: _Polled) -> Iterator[None]:
         """Add the reason to the KafkaException of a request that is made, and awaited, in this block."""
-        from confluent_kafka import KafkaException
-
         try:
             yield
         except KafkaException as error:
@@ -170,8 +159,6 @@ class ConnectionErrors:
 
 
 def _serve(client: _Polled) -> None:
-    from confluent_kafka import KafkaException
-
     # A producer's fatal error is raised here again.
     with suppress(KafkaException):
         client.poll(0)
