@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape
 
-from outbox.sandbox._dirs import User, hand_over, identity, make_directory
-from outbox.sandbox._process import Detached, Supervised
+from outbox.sandbox._dirs import User, hand_over, make_directory
+from outbox.sandbox._process import Detached, Supervised, completed
 from outbox.sandbox.errors import StartFailed
 
 _LOGGING: Final = """\
@@ -149,18 +148,8 @@ class Broker:
         self._hand_over()
         java, class_path, user = self._runtime()
         arguments = ("format", "--config", str(self._properties), "--cluster-id", cluster_id)
-        result = subprocess.run(
-            [
-                *(java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", class_path),
-                *("-Dlog4j2.level=ERROR", "kafka.tools.StorageTool", *arguments),
-            ],
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            **identity(user),
-        )
+        jvm = (java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", class_path)
+        result = completed([*jvm, "-Dlog4j2.level=ERROR", "kafka.tools.StorageTool", *arguments], user)
         if result.returncode != 0:
             output = result.stdout + result.stderr
             raise StartFailed(f"formatting the storage of broker {self.node.number} failed:\n{output}")

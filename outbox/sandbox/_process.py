@@ -12,14 +12,12 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
+
+import psutil
 
 from outbox.sandbox._dirs import User, identity
 from outbox.sandbox.errors import ServiceError, StartFailed
-
-# psutil comes with the extra; `outbox --help` imports this module without it.
-if TYPE_CHECKING:
-    import psutil
 
 _SUPERVISOR: Final = Path(__file__).with_name("_supervisor.py")
 _PATIENCE: Final = "OUTBOX_PATIENCE"
@@ -175,8 +173,6 @@ class Detached:
         A pid file is not used: a kill at the wrong moment leaves none, and its pid can belong to another process by
         now.
         """
-        import psutil
-
         for process in psutil.process_iter(["cmdline"]):
             if set(arguments) <= set(process.info["cmdline"] or ()) and alive(process):
                 return cls(process)
@@ -197,9 +193,14 @@ class Detached:
         return wait_for(lambda: not self.running, timeout)
 
 
-def psutil_process(pid: int) -> psutil.Process | None:
-    import psutil
+def completed(argv: Sequence[str | Path], user: User | None) -> subprocess.CompletedProcess[str]:
+    """Run a program as ``user`` (None: our own account) to its end, and return what it has printed."""
+    return subprocess.run(
+        argv, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **identity(user)
+    )
 
+
+def psutil_process(pid: int) -> psutil.Process | None:
     try:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -211,8 +212,6 @@ def alive(process: psutil.Process) -> bool:
 
     A killed process is one already while other threads of it still hold its files and ports.
     """
-    import psutil
-
     try:
         return bool(process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1))
     except psutil.NoSuchProcess:
@@ -221,8 +220,6 @@ def alive(process: psutil.Process) -> bool:
 
 def send(process: psutil.Process, number: int) -> None:
     """Send a signal to this process, never to another that has its pid by now."""
-    import psutil
-
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
@@ -231,8 +228,6 @@ def send(process: psutil.Process, number: int) -> None:
 
 def pause(process: Process, timeout: float = 10.0) -> None:
     """Halt a process by SIGSTOP and wait until it has stopped. Raises ServiceError when it does not run."""
-    import psutil
-
     process.signal(signal.SIGSTOP)
     halted = psutil_process(process.pid) if process.running else None
     if halted is None or not wait_for(lambda: halted.status() == psutil.STATUS_STOPPED, timeout, every=0.001):
@@ -245,8 +240,6 @@ def kill_with_children(process: Process) -> None:
     The parent is halted first, so that it can neither fork nor clean up meanwhile. Raises ServiceError when one of
     them survives.
     """
-    import psutil
-
     process.signal(signal.SIGSTOP)
     parent = psutil_process(process.pid) if process.running else None
     children: list[psutil.Process] = []
