@@ -83,31 +83,16 @@ class Broker:
         self._heap = heap
         self._temporary = temporary
         self.process: Supervised | Detached | None = None  # started or found last
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "logs" / "server.log"
-
-    @property
-    def output(self) -> Path:
-        return self.directory / "output.log"
+        self.log = directory / "logs" / "server.log"
+        self.output = directory / "output.log"
+        self._properties = directory / "server.properties"
+        self._logging = directory / "log4j2.xml"
+        self._data = directory / "data"
 
     @property
     def running(self) -> bool:
         """Return whether its process exists (it may be paused)."""
         return self.process is not None and self.process.running
-
-    @property
-    def _properties(self) -> Path:
-        return self.directory / "server.properties"
-
-    @property
-    def _logging(self) -> Path:
-        return self.directory / "log4j2.xml"
-
-    @property
-    def _data(self) -> Path:
-        return self.directory / "data"
 
     def prepare(self, cluster_id: str, properties: Mapping[str, str]) -> None:
         """Write the configuration, and format the storage unless it is formatted."""

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -81,7 +82,7 @@ class Supervised:
         message = self._read()
         if "pid" not in message:
             self._supervisor.wait()
-            self._close_pipes()
+            _close_pipes(self._supervisor)
             raise StartFailed(f"{argv[0]} can't be executed: {message.get('error', 'its supervisor died')}", log)
         self._child = psutil_process(int(message["pid"]))
         self.pid = int(message["pid"])
@@ -114,18 +115,13 @@ class Supervised:
         with self._collecting:
             if self._exit_code is None:
                 self._exit_code = int(self._read().get("exit", -signal.SIGKILL))
-                self._close_pipes()
+                _close_pipes(self._supervisor)
         return True
 
     def _read(self) -> dict[str, Any]:
         assert self._supervisor.stdout is not None
         line = self._supervisor.stdout.readline()
         return dict(json.loads(line)) if line else {}
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._supervisor.stdin, self._supervisor.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 _started_detached: list[subprocess.Popen[bytes]] = []
@@ -220,10 +216,8 @@ def alive(process: psutil.Process) -> bool:
 
 def send(process: psutil.Process, number: int) -> None:
     """Send a signal to this process, never to another that has its pid by now."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
 
 
 def pause(process: Process, timeout: float = 10.0) -> None:
@@ -244,10 +238,8 @@ def kill_with_children(process: Process) -> None:
     parent = psutil_process(process.pid) if process.running else None
     children: list[psutil.Process] = []
     if parent is not None:
-        try:
+        with suppress(psutil.NoSuchProcess):
             children = parent.children(recursive=True)
-        except psutil.NoSuchProcess:
-            children = []
     for child in children:
         send(child, signal.SIGKILL)
     process.signal(signal.SIGKILL)
@@ -281,12 +273,16 @@ def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.02)
 _supervisors: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
+def _close_pipes(supervisor: subprocess.Popen[bytes]) -> None:
+    for pipe in (supervisor.stdin, supervisor.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
 def _let_go_in_fork() -> None:
     """Close the pipes in a fork without exec (multiprocessing), which would hide our death from the supervisors."""
     for supervisor in list(_supervisors):
-        for pipe in (supervisor.stdin, supervisor.stdout):
-            if pipe is not None:
-                pipe.close()
+        _close_pipes(supervisor)
 
 
 os.register_at_fork(after_in_child=_let_go_in_fork)

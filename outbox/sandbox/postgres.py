@@ -74,6 +74,7 @@ class PostgresServer:
             data_dir = temporary_directory("postgres", self._user)
             self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
         self.data_dir = data_dir.absolute()
+        self._pgdata = self.data_dir / "pgdata"
         self._wanted_port = port
         self._port: int | None = port
         self._password = password
@@ -200,10 +201,6 @@ class PostgresServer:
         self.close()
 
     # -- starting
-
-    @property
-    def _pgdata(self) -> Path:
-        return self.data_dir / "pgdata"
 
     def _initialize(self) -> None:
         """Run initdb if there is no data yet; write the settings."""
