@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
 
 from outbox._clients import credentials
 from outbox._clients.callbacks import CALLBACKS, raising
@@ -83,10 +84,6 @@ CIRCUMSTANCES: Final = re.compile(r" \(after \d+ms in state .*\)$")
 _UNVERIFIED: Final = "certificate verify failed"
 
 
-class _Polled(Protocol):
-    def poll(self, timeout: float, /) -> object: ...
-
-
 class ConnectionErrors:
     """Why the connections of one client fail.
 
@@ -130,7 +127,7 @@ class ConnectionErrors:
         # An exception that was explained already has it.
         return self.reason if error.code() in caused and self.reason not in error.str() else ""
 
-    def explained(self, error: KafkaException, client: _Polled | None = None) -> KafkaException:
+    def explained(self, error: KafkaException, client: AdminClient | Producer | None = None) -> KafkaException:
         """Return the exception of a request of this client, with the reason if that can have caused it.
 
         Polls ``client`` first. A consumer that reads is polled by its reader: it must not be given.
@@ -144,7 +141,7 @@ class ConnectionErrors:
         return KafkaException(KafkaError(inner.code(), inner.str() + reason, *flags))
 
     @contextmanager
-    def explaining(self, client: _Polled) -> Iterator[None]:
+    def explaining(self, client: AdminClient | Producer) -> Iterator[None]:
         """Add the reason to the KafkaException of a request that is made, and awaited, in this block."""
         try:
             yield
@@ -158,7 +155,7 @@ class ConnectionErrors:
         self.forget()
 
 
-def _serve(client: _Polled) -> None:
+def _serve(client: AdminClient | Producer) -> None:
     # A producer's fatal error is raised here again.
     with suppress(KafkaException):
         client.poll(0)
