@@ -90,9 +90,9 @@ class ConsumerPages:
         rows = self._run("listing dead letters", _PAGE, {**chosen.bound(), "after": after, "limit": limit + 1})
         return rows[:limit], rows[limit - 1]["id"] if len(rows) > limit else None
 
-    def selection(self, chosen: Filter, most: int = COUNTED) -> Selection:
-        """Return up to ``most`` of these dead letters, for DeadLetters.retry and discard."""
-        rows, _ = self.dead_letters(chosen, None, most)
+    def selection(self, chosen: Filter) -> Selection:
+        """Return up to COUNTED of these dead letters, for DeadLetters.retry and discard."""
+        rows, _ = self.dead_letters(chosen, None, COUNTED)
         return Selection(ids=[row["id"] for row in rows])
 
     def latencies(self) -> Sequence[float]:

@@ -129,16 +129,11 @@ def find(
 
         with connection.transaction():
             cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            applied, dead, given_up, external, offsets = (
-                read(table, text)
-                for table, text in (
-                    ("processed_messages", _APPLIED),
-                    ("dead_letters", _DEAD),
-                    ("losses", _GIVEN_UP),
-                    ("reservations", _EXTERNAL),
-                    ("offsets", _GROUPS),
-                )
-            )
+            applied = read("processed_messages", _APPLIED)
+            dead = read("dead_letters", _DEAD)
+            given_up = read("losses", _GIVEN_UP)
+            external = read("reservations", _EXTERNAL)
+            offsets = read("offsets", _GROUPS)
     if hidden is not None:
         hidden.update(visible.hidden)
     seen = {row["grp"]: row["seen_at"] for row in applied}
