@@ -100,7 +100,6 @@ def is_refusal(error: KafkaError) -> bool:
 
 def is_fatal(error: KafkaError) -> bool:
     """Return whether the client can't be used any more. In a consumer's message only the code says so, not the flag."""
-    # A documented name, in spite of the underscore.
     return error.fatal() or error.code() == KafkaError._FATAL  # noqa: SLF001
 
 
@@ -125,7 +124,6 @@ def is_fenced(error: KafkaError) -> bool:
 
 def refuses_credentials(error: KafkaError) -> bool:
     """Return whether a connection's credentials were refused: see ``LastingRefusal`` for when that is final."""
-    # A documented name, in spite of the underscore.
     return error.code() in {KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED}  # noqa: SLF001
 
 

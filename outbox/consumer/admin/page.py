@@ -17,8 +17,7 @@ from outbox.consumer.statements import statement
 PAGE: Final = 50
 COUNTED: Final = 10_000
 """At most this many dead letters are grouped."""
-_STATEMENT_SECONDS: Final = 10
-_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
+_LIMIT: Final = "SELECT set_config('statement_timeout', '10s', true)"
 _NEWEST: Final = 100
 _RECENT_SECONDS: Final = 15
 
@@ -106,6 +105,6 @@ class ConsumerPages:
     def _run(self, doing: str, query: LiteralString, values: dict[str, Any]) -> list[dict[str, Any]]:
         with clear_errors(doing), self._connection.transaction():
             with self._connection.cursor(row_factory=dict_row) as cursor:
-                cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+                cursor.execute(_LIMIT)
                 kind = sql.SQL(_KIND).format()
                 return cursor.execute(statement(self._schema, query, kind=kind), values).fetchall()
