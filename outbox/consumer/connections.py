@@ -245,7 +245,7 @@ class _Session:
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._libpq = connection.pgconn
-        self._opened = _clock()
+        self.opened = _clock()
         self._pooled: bool | None = None
         connection.pgconn = _RETURNED
 
@@ -253,11 +253,6 @@ class _Session:
     def ended(self) -> bool:
         """The server or the network has ended the session."""
         return self._libpq.status == pq.ConnStatus.BAD
-
-    @property
-    def old(self) -> bool:
-        """The session is so old that its server may no longer be the primary."""
-        return _is_old(self._opened)
 
     @property
     def usable(self) -> bool:
@@ -329,14 +324,14 @@ class _Kept:
         """Remove an idle session and return it; None if there is none."""
         with self._lock:
             session = self._sessions.pop(key, None)
-        if session is not None and session.old:
+        if session is not None and _is_old(session.opened):
             session.close()
             return None
         return session
 
     def keep(self, key: Key, session: _Session) -> None:
         """Keep a session for the next use, or close it if there is one already or it is unusable."""
-        if session.old or not session.usable:
+        if _is_old(session.opened) or not session.usable:
             session.close()
             return
         with self._lock:
