@@ -12,11 +12,8 @@ CALLBACKS: Final = frozenset({"error_cb", "stats_cb", "throttle_cb", "on_commit"
 
 def without_callbacks(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options without those that a service gives to its consumer alone."""
-    return {
-        name: value
-        for name, value in options.items()
-        if name not in CALLBACKS and name not in {"logger", "statistics.interval.ms"}
-    }
+    own = CALLBACKS | {"logger", "statistics.interval.ms"}
+    return {name: value for name, value in options.items() if name not in own}
 
 
 def raising(callback: Callable[..., None]) -> Callable[..., None]:

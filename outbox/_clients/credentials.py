@@ -80,10 +80,7 @@ def token_callback(options: Mapping[str, Any]) -> dict[str, Any]:
     mechanism = options.get("sasl.mechanism") or options.get("sasl.mechanisms") or ""
     if str(mechanism).upper() != _MECHANISM or options.get("sasl.oauthbearer.method", "default") != "default":
         return {}
-    if "oauth_cb" in options:
-        return {}
-    provider = _provider()
-    if provider is None:
+    if "oauth_cb" in options or (provider := _provider()) is None:
         return {}
     request = CredentialRequest("kafka", str(options.get("bootstrap.servers", "")))
 

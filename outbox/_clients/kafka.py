@@ -6,16 +6,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
 
 from outbox._clients import credentials
 from outbox._clients.callbacks import CALLBACKS, raising
 from outbox._clients.kafka_rules import require_verification
 from outbox._clients.variables import variable
 from outbox.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from confluent_kafka import KafkaError, KafkaException
 
 
 def complete(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,8 +71,6 @@ _UNKNOWN: Final = re.compile(r'No such configuration property: "(.+)"')
 
 def refused_options(error: KafkaException) -> ConfigurationError:
     """Return the error for options that librdkafka refuses, with the variable of one that it does not know."""
-    from confluent_kafka import KafkaError
-
     inner = error.args[0]
     text = inner.str() if isinstance(inner, KafkaError) else str(error)
     unknown = _UNKNOWN.search(text)
@@ -84,10 +82,6 @@ def refused_options(error: KafkaException) -> ConfigurationError:
 CIRCUMSTANCES: Final = re.compile(r" \(after \d+ms in state .*\)$")
 """How long it took, and how many errors were left out: different each time, and no part of the reason."""
 _UNVERIFIED: Final = "certificate verify failed"
-
-
-class _Polled(Protocol):
-    def poll(self, timeout: float, /) -> object: ...
 
 
 class ConnectionErrors:
@@ -102,10 +96,8 @@ class ConnectionErrors:
 
     def hear(self, error: KafkaError) -> None:
         """Keep the error if it is such a reason. The client's ``error_cb`` is this method, or calls it."""
-        from confluent_kafka import KafkaError as Codes
-
         # Documented names, in spite of the underscore.
-        if error.code() not in {Codes._SSL, Codes._AUTHENTICATION, Codes._RESOLVE}:  # noqa: SLF001
+        if error.code() not in {KafkaError._SSL, KafkaError._AUTHENTICATION, KafkaError._RESOLVE}:  # noqa: SLF001
             return
         self._last = CIRCUMSTANCES.sub("", error.str())
         if _UNVERIFIED in self._last:
@@ -123,27 +115,23 @@ class ConnectionErrors:
 
     def reason_for(self, error: KafkaError) -> str:
         """Return the reason, to be appended to the text of this error; empty if it can't have caused the error."""
-        from confluent_kafka import KafkaError as Codes
-
         caused = {
-            Codes._TRANSPORT,  # noqa: SLF001
+            KafkaError._TRANSPORT,  # noqa: SLF001
             # What a request to a broker that cannot be connected may end with, when its address is replaced.
-            Codes._DESTROY,  # noqa: SLF001
-            Codes._ALL_BROKERS_DOWN,  # noqa: SLF001
-            Codes._TIMED_OUT,  # noqa: SLF001
-            Codes._TIMED_OUT_QUEUE,  # noqa: SLF001
-            Codes._MSG_TIMED_OUT,  # noqa: SLF001
+            KafkaError._DESTROY,  # noqa: SLF001
+            KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
+            KafkaError._TIMED_OUT,  # noqa: SLF001
+            KafkaError._TIMED_OUT_QUEUE,  # noqa: SLF001
+            KafkaError._MSG_TIMED_OUT,  # noqa: SLF001
         }
         # An exception that was explained already has it.
         return self.reason if error.code() in caused and self.reason not in error.str() else ""
 
-    def explained(self, error: KafkaException, client: _Polled | None = None) -> KafkaException:
+    def explained(self, error: KafkaException, client: AdminClient | Producer | None = None) -> KafkaException:
         """Return the exception of a request of this client, with the reason if that can have caused it.
 
         Polls ``client`` first. A consumer that reads is polled by its reader: it must not be given.
         """
-        from confluent_kafka import KafkaError, KafkaException
-
         if client is not None:
             _serve(client)
         inner = error.args[0]
@@ -153,10 +141,8 @@ class ConnectionErrors:
         return KafkaException(KafkaError(inner.code(), inner.str() + reason, *flags))
 
     @contextmanager
-    def explaining(self, client: _Polled) -> Iterator[None]:
+    def explaining(self, client: AdminClient | Producer) -> Iterator[None]:
         """Add the reason to the KafkaException of a request that is made, and awaited, in this block."""
-        from confluent_kafka import KafkaException
-
         try:
             yield
         except KafkaException as error:
@@ -169,9 +155,7 @@ class ConnectionErrors:
         self.forget()
 
 
-def _serve(client: _Polled) -> None:
-    from confluent_kafka import KafkaException
-
+def _serve(client: AdminClient | Producer) -> None:
     # A producer's fatal error is raised here again.
     with suppress(KafkaException):
         client.poll(0)

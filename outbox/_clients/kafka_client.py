@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -37,8 +36,13 @@ class Admin(AdminClient):
     """
 
     def __init__(self, options: Mapping[str, Any], heard: Callable[[KafkaError], None] | None = None) -> None:
-        self.errors = ConnectionErrors()
-        hear = functools.partial(_hear, self.errors, heard)
+        self.errors = errors = ConnectionErrors()
+
+        def hear(error: KafkaError) -> None:
+            errors.hear(error)
+            if heard is not None:
+                heard(error)
+
         values: dict[str, Any] = {**complete(options), "error_cb": hear}
         try:
             super().__init__(values, logger=silent_logger())
@@ -79,9 +83,3 @@ def silent_logger() -> logging.Logger:
     logger = logging.getLogger("outbox.librdkafka")
     logger.setLevel(logging.CRITICAL + 1)
     return logger
-
-
-def _hear(errors: ConnectionErrors, heard: Callable[[KafkaError], None] | None, error: KafkaError) -> None:
-    errors.hear(error)
-    if heard is not None:
-        heard(error)

@@ -6,12 +6,11 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from outbox.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from confluent_kafka import KafkaError
 
 _VERIFIED: Final = {"enable.ssl.certificate.verification": "true", "ssl.endpoint.identification.algorithm": "https"}
 
@@ -43,8 +42,6 @@ def cut_logs(
 
     Raises KafkaException when a leader does not answer within ``seconds``, or refuses.
     """
-    from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
-
     ours = {
         "enable.auto.commit": False,
         "auto.offset.reset": "error",
@@ -87,28 +84,23 @@ def cut_logs(
 
 def is_refusal(error: KafkaError) -> bool:
     """Return whether Kafka refuses the client's credentials, what they do not allow, or how it joins a group."""
-    from confluent_kafka import KafkaError as Codes
-
     return error.code() in {
         # A documented name, in spite of the underscore.
-        Codes._AUTHENTICATION,  # noqa: SLF001
-        Codes.SASL_AUTHENTICATION_FAILED,
-        Codes.UNSUPPORTED_SASL_MECHANISM,
-        Codes.ILLEGAL_SASL_STATE,
-        Codes.TOPIC_AUTHORIZATION_FAILED,
-        Codes.GROUP_AUTHORIZATION_FAILED,
-        Codes.CLUSTER_AUTHORIZATION_FAILED,
-        Codes.INVALID_SESSION_TIMEOUT,
-        Codes.INCONSISTENT_GROUP_PROTOCOL,
+        KafkaError._AUTHENTICATION,  # noqa: SLF001
+        KafkaError.SASL_AUTHENTICATION_FAILED,
+        KafkaError.UNSUPPORTED_SASL_MECHANISM,
+        KafkaError.ILLEGAL_SASL_STATE,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+        KafkaError.INVALID_SESSION_TIMEOUT,
+        KafkaError.INCONSISTENT_GROUP_PROTOCOL,
     }
 
 
 def is_fatal(error: KafkaError) -> bool:
     """Return whether the client can't be used any more. In a consumer's message only the code says so, not the flag."""
-    from confluent_kafka import KafkaError as Codes
-
-    # A documented name, in spite of the underscore.
-    return error.fatal() or error.code() == Codes._FATAL  # noqa: SLF001
+    return error.fatal() or error.code() == KafkaError._FATAL  # noqa: SLF001
 
 
 def fatal_cause(error: KafkaError) -> KafkaError:
@@ -117,29 +109,22 @@ def fatal_cause(error: KafkaError) -> KafkaError:
     A consumer's message has the code _FATAL, and the cause in its text alone (rd_kafka_set_fatal_error0), in front:
     "Fatal error: Broker: Group authorization failed: ConsumerGroupHeartbeat fatal error: …".
     """
-    from confluent_kafka import KafkaError as Codes
-
-    if error.code() != Codes._FATAL:  # noqa: SLF001
+    if error.code() != KafkaError._FATAL:  # noqa: SLF001
         return error
-    codes = {code for name in dir(Codes) if name.isupper() and isinstance(code := getattr(Codes, name), int)}
-    named = {f"Fatal error: {Codes(code).str()}: ": code for code in codes}
+    codes = {code for name in dir(KafkaError) if name.isupper() and isinstance(code := getattr(KafkaError, name), int)}
+    named = {f"Fatal error: {KafkaError(code).str()}: ": code for code in codes}
     found = max((text for text in named if error.str().startswith(text)), key=len, default=None)
-    return error if found is None else Codes(named[found], error.str(), fatal=True)
+    return error if found is None else KafkaError(named[found], error.str(), fatal=True)
 
 
 def is_fenced(error: KafkaError) -> bool:
     """Return whether another member has the ``group.instance.id``: a new client can join, perhaps after a while."""
-    from confluent_kafka import KafkaError as Codes
-
-    return fatal_cause(error).code() in {Codes.FENCED_INSTANCE_ID, Codes.UNRELEASED_INSTANCE_ID}
+    return fatal_cause(error).code() in {KafkaError.FENCED_INSTANCE_ID, KafkaError.UNRELEASED_INSTANCE_ID}
 
 
 def refuses_credentials(error: KafkaError) -> bool:
     """Return whether a connection's credentials were refused: see ``LastingRefusal`` for when that is final."""
-    from confluent_kafka import KafkaError as Codes
-
-    # A documented name, in spite of the underscore.
-    return error.code() in {Codes._AUTHENTICATION, Codes.SASL_AUTHENTICATION_FAILED}  # noqa: SLF001
+    return error.code() in {KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED}  # noqa: SLF001
 
 
 REFUSED_SECONDS: Final = 300.0

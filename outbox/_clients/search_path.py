@@ -53,19 +53,16 @@ def is_pooled(connection: psycopg.Connection[Any]) -> bool:
 
     It is recognized by the process id announced at connect, which differs from that of the process that answers.
     """
-    row = psycopg.Cursor(connection).execute("SELECT pg_catalog.pg_backend_pid()").fetchone()
-    assert row is not None
-    pid: int = row[0]
-    return pid != connection.info.backend_pid
+    [(pid,)] = psycopg.Cursor(connection).execute("SELECT pg_catalog.pg_backend_pid()")
+    return bool(pid != connection.info.backend_pid)
 
 
 @contextmanager
 def pinned_transaction(connection: psycopg.Connection[Any]) -> Iterator[str]:
     """Open a transaction whose names mean pg_catalog's. Yields the search path of the session; see ``restore_path``."""
     with connection.transaction():
-        row = psycopg.Cursor(connection).execute(_PIN_RETURNING_PATH).fetchone()
-        assert row is not None
-        yield row[0]
+        [(path, _)] = psycopg.Cursor(connection).execute(_PIN_RETURNING_PATH)
+        yield path
 
 
 def restore_path(connection: psycopg.Connection[Any], path: str) -> None:
@@ -126,10 +123,6 @@ class PinnedConnection(psycopg.Connection[Any]):
     def in_transaction(self) -> bool:
         return self._depth > 0
 
-    @property
-    def in_pipeline(self) -> bool:
-        return self.pgconn.pipeline_status != pq.PipelineStatus.OFF
-
 
 class _PooledCursor(psycopg.Cursor[Any]):
     """The cursor of a PinnedConnection behind a pooler."""
@@ -138,12 +131,11 @@ class _PooledCursor(psycopg.Cursor[Any]):
         """Execute a statement; outside of a transaction, open one for it."""
         connection = self.connection
         assert isinstance(connection, PinnedConnection)
-        if connection.in_transaction:
-            return super().execute(query, params, **options)
-        if connection.in_pipeline:
+        if not connection.in_transaction:
+            if connection.pgconn.pipeline_status == pq.PipelineStatus.OFF:
+                with pipeline(connection), connection.transaction():
+                    super().execute(query, params, **options)
+                return self
             # Up to its next sync, a pipeline is one transaction.
             connection.make_settings()
-            return super().execute(query, params, **options)
-        with pipeline(connection), connection.transaction():
-            super().execute(query, params, **options)
-        return self
+        return super().execute(query, params, **options)

@@ -22,7 +22,6 @@ session belongs to one thread; a second use at the same time opens another sessi
 from __future__ import annotations
 
 import atexit
-import functools
 import math
 import os
 import re
@@ -78,19 +77,12 @@ def process_name() -> str:
 
 def connect(url: str, name: str, *, connect_seconds: int | None = None, pinned: bool = True) -> psycopg.Connection[Any]:
     """Open a session in autocommit; with ``pinned``, names mean pg_catalog's. Raises as ``_open`` does."""
-    kind = PinnedConnection if pinned else psycopg.Connection
-    opened = _open(url, name, kind=kind, connect_seconds=connect_seconds)
+    opened = _open(url, name, pinned=pinned, connect_seconds=connect_seconds)
     opened.autocommit = True
     return opened
 
 
-def _open(
-    url: str,
-    name: str,
-    *,
-    kind: type[psycopg.Connection[Any]] = psycopg.Connection,
-    connect_seconds: int | None = None,
-) -> psycopg.Connection[Any]:
+def _open(url: str, name: str, *, pinned: bool = False, connect_seconds: int | None = None) -> psycopg.Connection[Any]:
     """Open a session. Raises psycopg's errors, and NoTimeLeft when a run has no patience left.
 
     Transactions are READ COMMITTED, whatever the default of the role or database, so that changes by others are seen at
@@ -103,22 +95,21 @@ def _open(
         options["connect_timeout"] = connect_seconds
 
     def begin() -> psycopg.Connection[Any]:
-        opened = open_it(**password_for(address))
+        opened = (PinnedConnection if pinned else psycopg.Connection).connect(
+            address,
+            autocommit=pinned,
+            # Prepared statements do not survive PgBouncer's transaction mode.
+            prepare_threshold=None,
+            application_name=application_name(name),
+            # COPY sends UTF-8.
+            client_encoding=UTF8,
+            **options,
+            **password_for(address),
+        )
         if isinstance(opened, PinnedConnection):
             opened.pin()
         return opened
 
-    open_it = functools.partial(
-        kind.connect,
-        address,
-        autocommit=kind is PinnedConnection,
-        # Prepared statements do not survive PgBouncer's transaction mode.
-        prepare_threshold=None,
-        application_name=application_name(name),
-        # COPY sends UTF-8.
-        client_encoding=UTF8,
-        **options,
-    )
     with patience.current().ask(math.inf) as seconds:
         # In a thread, because connect_timeout is in whole seconds, two at least, applies to each address of each host,
         # and does not include name resolution.
@@ -254,7 +245,7 @@ class _Session:
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._libpq = connection.pgconn
-        self._opened = _clock()
+        self.opened = _clock()
         self._pooled: bool | None = None
         connection.pgconn = _RETURNED
 
@@ -262,11 +253,6 @@ class _Session:
     def ended(self) -> bool:
         """The server or the network has ended the session."""
         return self._libpq.status == pq.ConnStatus.BAD
-
-    @property
-    def old(self) -> bool:
-        """The session is so old that its server may no longer be the primary."""
-        return _is_old(self._opened)
 
     @property
     def usable(self) -> bool:
@@ -338,14 +324,14 @@ class _Kept:
         """Remove an idle session and return it; None if there is none."""
         with self._lock:
             session = self._sessions.pop(key, None)
-        if session is not None and session.old:
+        if session is not None and _is_old(session.opened):
             session.close()
             return None
         return session
 
     def keep(self, key: Key, session: _Session) -> None:
         """Keep a session for the next use, or close it if there is one already or it is unusable."""
-        if session.old or not session.usable:
+        if _is_old(session.opened) or not session.usable:
             session.close()
             return
         with self._lock:

@@ -277,9 +277,8 @@ class GroupStore:
             return set(), NO_TIME
         values |= {"days": [day(one) for one in ids], "ids": list(ids)}
         query = statement(self._schema, _MOVE_WITH_IDS, move=move)
-        row = self._run(connection, query, partition, **values).fetchone()
-        assert row is not None
-        return set(row[0]), row[1]
+        [(new, today)] = self._run(connection, query, partition, **values)
+        return set(new), today
 
     def give_up(
         self, connection: psycopg.Connection[Any], partition: Partition, first: int, end: int, pending: int
@@ -358,9 +357,8 @@ class GroupStore:
             raise Fenced(f"group {self.name} was taken over from generation {generation}: {now}. {advice}")
 
     def _next_generation(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
-        row = self._run(connection, _NEXT_GENERATION, owner=self._owner, strategy=strategy, atomic=atomic).fetchone()
-        assert row is not None
-        return int(row[0])
+        [(raised,)] = self._run(connection, _NEXT_GENERATION, owner=self._owner, strategy=strategy, atomic=atomic)
+        return int(raised)
 
     def _run(
         self,

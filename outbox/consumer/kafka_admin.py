@@ -255,7 +255,7 @@ class KafkaAdmin:
     def compacted(self, topics: Iterable[str]) -> bool:
         """Return whether Kafka may compact one of the topics. True too if the client has no right to read that."""
         try:
-            return self._compacted(topics)
+            return any(map(_is_compacted, self._configurations(topics)))
         except KafkaException:
             return True
 
@@ -265,7 +265,7 @@ class KafkaAdmin:
         Raises KafkaException when Kafka does not answer.
         """
         try:
-            return self._compacted([topic])
+            return any(map(_is_compacted, self._configurations([topic])))
         except KafkaException as error:
             if _code(error) == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 return False
@@ -302,9 +302,6 @@ class KafkaAdmin:
                 return None
             raise
         return found
-
-    def _compacted(self, topics: Iterable[str]) -> bool:
-        return any(map(_is_compacted, self._configurations(topics)))
 
     def _configurations(self, topics: Iterable[str]) -> list[Mapping[str, Any]]:
         wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from confluent_kafka import KafkaError
 
 from outbox._clients.kafka_rules import is_refusal
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, CorruptRecords, NotAuthorized
 
-if TYPE_CHECKING:
-    from confluent_kafka import KafkaError
-
 
 def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
     """Return the ConsumerError for an error of librdkafka, with a text that begins with ``doing``."""
-    from confluent_kafka import KafkaError as Codes
-
     text = f"{doing}: {error.str()}"
     if is_refusal(error):
         look_at = {
-            Codes.INVALID_SESSION_TIMEOUT: "session.timeout.ms, and the brokers' group.max.session.timeout.ms",
-            Codes.INCONSISTENT_GROUP_PROTOCOL: "partition.assignment.strategy, here and of the group's other members",
+            KafkaError.INVALID_SESSION_TIMEOUT: "session.timeout.ms, and the brokers' group.max.session.timeout.ms",
+            KafkaError.INCONSISTENT_GROUP_PROTOCOL: (
+                "partition.assignment.strategy, here and of the group's other members"
+            ),
         }.get(error.code(), "the credentials and the ACLs")
         return NotAuthorized(f"{text}; look at {look_at}. Nothing was skipped")
-    if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
+    if error.code() in {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG}:  # noqa: SLF001
         mend = "if another replica has the records whole, make it the leader"
         return CorruptRecords(f"{text}; {mend}. Nothing was skipped")
     return ConsumerUnavailable(text)

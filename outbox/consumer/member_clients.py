@@ -33,6 +33,17 @@ from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.stalled import Watch
 
+READING: Final[Mapping[str, Any]] = {
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    # A position that Kafka does not have is an error, never a jump.
+    "auto.offset.reset": "error",
+    # Positions of an open transaction are waited for, too.
+    "isolation.level": "read_committed",
+    # Behind a transaction's marker there may be no message that would move the position.
+    "enable.partition.eof": True,
+}
+"""Options of every member's consumer."""
 _SHORT_SECONDS: Final = 60.0
 """Clients that lasted for less were replaced too soon: the pause before the next ones is longer."""
 

@@ -298,18 +298,13 @@ class IdRetention:
             connection.execute("SET LOCAL lock_timeout = '1s'")
             days = [day for day in self._missing(connection) if day not in tried][:_AT_ONCE]
             tried.update(days)
-            return [_named(day) for day in days if self._make(connection, _named(day), day)]
+            return [_named(day) for day in days if self._make(connection, day)]
 
-    def _make(self, connection: psycopg.Connection[Any], name: str, low: dt.date) -> bool:
+    def _make(self, connection: psycopg.Connection[Any], day: dt.date) -> bool:
+        low, high = sql.Literal(day), sql.Literal(day + dt.timedelta(days=1))
         try:
             with connection.transaction():
-                self._run(
-                    connection,
-                    _CREATE,
-                    partition=self._partition(name),
-                    low=sql.Literal(low),
-                    high=sql.Literal(low + dt.timedelta(days=1)),
-                )
+                self._run(connection, _CREATE, partition=self._partition(_named(day)), low=low, high=high)
         except (errors.CheckViolation, errors.DuplicateTable):
             # The default partition has rows of the day, or the day's partition exists but was detached.
             return False

@@ -28,7 +28,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
@@ -263,11 +263,9 @@ def _ended_at(sock: socket.socket, deadline: float) -> Iterator[threading.Event]
 
     def end() -> None:
         ended.set()
-        try:
+        # The connection may have ended already.
+        with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            # The connection has already ended.
-            return
 
     timer = threading.Timer(deadline - time.monotonic(), end)
     timer.daemon = True

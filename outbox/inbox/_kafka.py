@@ -13,21 +13,12 @@ from outbox._clients.kafka import complete
 from outbox.consumer.errors import ConsumerError
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.losses import find_losses
+from outbox.consumer.member_clients import READING
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.errors import ConfigurationError
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
 
 _SECONDS: Final = 10.0
-
-_OURS: Final[Mapping[str, Any]] = {
-    "enable.auto.commit": False,
-    "enable.auto.offset.store": False,
-    # A position that Kafka does not have is an error, never a jump.
-    "auto.offset.reset": "error",
-    "isolation.level": "read_committed",
-    # Behind a transaction's marker there may be no message that would move the position.
-    "enable.partition.eof": True,
-}
 
 OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})  # noqa: SLF001
 
@@ -38,7 +29,7 @@ def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:
     Raises ConfigurationError for one that is the inbox's own business, or that turns off the broker's verification.
     """
     completed = complete(given)
-    ours = {**_OURS, "group.id": group}
+    ours = {**READING, "group.id": group}
     for name, value in ours.items():
         if name in given and str(given[name]).lower() != str(value).lower():
             raise ConfigurationError(f"kafka option {name}={given[name]}: the inbox needs {value}; leave it out")

@@ -243,7 +243,7 @@ class Member:
     def _assigned(self, kafka: Any, assigned: Sequence[TopicPartition]) -> None:
         """Claim what Kafka has assigned, and begin where Postgres says. Waits while Postgres is away."""
         partitions = [(one.topic, one.partition) for one in assigned]
-        claimed: dict[Partition, tuple[ClaimedOffset, set[bytes]]] | None = None
+        claimed: dict[Partition, ClaimedOffset] | None = None
         self._watch.assigned({*self._parts, *partitions})
         self._clients.worked()
         for partition in partitions:
@@ -266,8 +266,8 @@ class Member:
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
         kafka.resume(found)
 
-    def _assign(self, partition: Partition, claimed: tuple[ClaimedOffset, set[bytes]] | None) -> Assigned:
-        position, keys = claimed or (None, set())
+    def _assign(self, partition: Partition, position: ClaimedOffset | None) -> Assigned:
+        keys = set() if position is None else self._waiting.keys[partition[0]]
         # Of one that was added to its topic, nothing is stored before its first claim.
         here = position or self._stored.get(partition)
         self._parts[partition] = part = Assigned(partition, position, keys, 0 if here is None else here.next_offset)
@@ -280,11 +280,8 @@ class Member:
         self._watch.moved([(one.topic, one.partition) for one in revoked])
         self._note_unassigned()
 
-    def _claim(self, partitions: Collection[Partition]) -> dict[Partition, tuple[ClaimedOffset, set[bytes]]]:
-        """Claim partitions, and return their positions and the keys of their dead letters.
-
-        Without those that have no leader, of topics that the group knows.
-        """
+    def _claim(self, partitions: Collection[Partition]) -> dict[Partition, ClaimedOffset]:
+        """Claim partitions, and return their positions. Without those that have no leader, of topics that it knows."""
         topics = {topic for topic, _ in partitions}
         with self._session.transaction() as connection:
             stored = self._group.stored(connection, topics)
@@ -309,7 +306,7 @@ class Member:
         self._waiting.know(keys)
         self._generation = next(iter(positions.values())).generation
         self._check_positions(positions)
-        return {partition: (position, self._waiting.keys[partition[0]]) for partition, position in positions.items()}
+        return positions
 
     def _check_positions(self, positions: Mapping[Partition, ClaimedOffset]) -> None:
         """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
@@ -349,14 +346,14 @@ class Member:
         except (psycopg.Error, KafkaFailed) as error:
             self._applier.postpone(parts.values(), error, "claiming partitions again")
             return
-        for partition, (position, keys) in claimed.items():
+        for partition, position in claimed.items():
             part = parts.pop(partition)
             try:
                 self._seek(part, position.next_offset)
             except KafkaException as error:
                 self._applier.postpone([part], error, f"claiming {part.name} again")
             else:
-                part.claimed(position, keys)
+                part.claimed(position, self._waiting.keys[partition[0]])
         if parts:
             leaderless = list(parts.values())
             self._applier.postpone(leaderless, _leaderless(leaderless), "claiming partitions again")

@@ -56,6 +56,7 @@ registered AS (
         ON CONFLICT DO NOTHING)
 SELECT day < CAST(pg_catalog.timezone('UTC', pg_catalog.clock_timestamp()) AS date) FROM fresh"""
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {schema}.groups WHERE grp = CAST(%(grp)s AS text)"
+_statement: Final = cache(Statement)
 
 
 def once(
@@ -114,8 +115,3 @@ def too_old(consumer: str, id_: UUID, before: dt.date) -> str:
         f"the id {id_} is of a day before {before}, and {consumer} no longer remembers all ids of such days: it may "
         "have been applied before"
     )
-
-
-@cache
-def _statement(template: str, schema: str) -> Statement:
-    return Statement(template, schema)

@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -184,11 +184,8 @@ class Consumer:
             self._stopping.clear()
 
     def _member(self, handler: Handler, clients: MemberClients) -> KafkaError | None:
-        member = Member(self._settings, handler, self._stopping, self._watch, self._delays, clients)
-        try:
+        with closing(Member(self._settings, handler, self._stopping, self._watch, self._delays, clients)) as member:
             return member.run()
-        finally:
-            member.close()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

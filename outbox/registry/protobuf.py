@@ -44,10 +44,8 @@ class Protobuf:
 
     def encode(self, payload: object) -> bytes:
         """Return the path to the message in its file, and the message. Raises SchemaMismatch."""
-        message = payload
+        message = self._parsed(payload) if isinstance(payload, Mapping) else payload
         name = self.message.DESCRIPTOR.full_name
-        if isinstance(payload, Mapping):
-            message = self._parsed(payload)
         if not isinstance(message, self.message):
             raise SchemaMismatch("payload", f"is a {type(payload).__name__}; the schema requires {name}", self.subject)
         if missing := message.FindInitializationErrors():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape
 
-from outbox.sandbox._dirs import User, hand_over, identity, make_directory
-from outbox.sandbox._process import Detached, Supervised
+from outbox.sandbox._dirs import User, hand_over, make_directory
+from outbox.sandbox._process import Detached, Supervised, completed
 from outbox.sandbox.errors import StartFailed
 
 _LOGGING: Final = """\
@@ -84,31 +83,16 @@ class Broker:
         self._heap = heap
         self._temporary = temporary
         self.process: Supervised | Detached | None = None  # started or found last
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "logs" / "server.log"
-
-    @property
-    def output(self) -> Path:
-        return self.directory / "output.log"
+        self.log = directory / "logs" / "server.log"
+        self.output = directory / "output.log"
+        self._properties = directory / "server.properties"
+        self._logging = directory / "log4j2.xml"
+        self._data = directory / "data"
 
     @property
     def running(self) -> bool:
         """Return whether its process exists (it may be paused)."""
         return self.process is not None and self.process.running
-
-    @property
-    def _properties(self) -> Path:
-        return self.directory / "server.properties"
-
-    @property
-    def _logging(self) -> Path:
-        return self.directory / "log4j2.xml"
-
-    @property
-    def _data(self) -> Path:
-        return self.directory / "data"
 
     def prepare(self, cluster_id: str, properties: Mapping[str, str]) -> None:
         """Write the configuration, and format the storage unless it is formatted."""
@@ -149,18 +133,8 @@ class Broker:
         self._hand_over()
         java, class_path, user = self._runtime()
         arguments = ("format", "--config", str(self._properties), "--cluster-id", cluster_id)
-        result = subprocess.run(
-            [
-                *(java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", class_path),
-                *("-Dlog4j2.level=ERROR", "kafka.tools.StorageTool", *arguments),
-            ],
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            **identity(user),
-        )
+        jvm = (java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", class_path)
+        result = completed([*jvm, "-Dlog4j2.level=ERROR", "kafka.tools.StorageTool", *arguments], user)
         if result.returncode != 0:
             output = result.stdout + result.stderr
             raise StartFailed(f"formatting the storage of broker {self.node.number} failed:\n{output}")

@@ -32,11 +32,8 @@ def identity(user: User | None) -> dict[str, Any]:
 
 def cache_dir() -> Path:
     """Return the cache directory: $OUTBOX_CACHE, $XDG_CACHE_HOME/outbox or ~/.cache/outbox."""
-    if given := os.environ.get("OUTBOX_CACHE"):
-        return Path(given).expanduser().absolute()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
-        return Path(xdg).expanduser().absolute() / "outbox"
-    return Path("~/.cache/outbox").expanduser().absolute()
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "outbox")
+    return Path(os.environ.get("OUTBOX_CACHE") or usual).expanduser().absolute()
 
 
 def unprivileged_user() -> User | None:

@@ -20,10 +20,7 @@ def free_ports(count: int) -> list[int]:
     tries to reach a stopped server can be given the server's own port: it then connects to itself, and the server
     can't come back. Another process can still take a port before the caller does: start, then check who owns it.
     """
-    low, high = _LOWEST, _HIGHEST
-    first_outgoing = _first_outgoing_port()
-    if first_outgoing < high:
-        high = max(first_outgoing, low + 1000)
+    low, high = _LOWEST, min(_HIGHEST, max(_first_outgoing_port(), _LOWEST + 1000))
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         for port in random.sample(range(low, high), k=min(high - low, 200 * count)):

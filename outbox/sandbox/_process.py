@@ -11,15 +11,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
+
+import psutil
 
 from outbox.sandbox._dirs import User, identity
 from outbox.sandbox.errors import ServiceError, StartFailed
-
-# psutil comes with the extra; `outbox --help` imports this module without it.
-if TYPE_CHECKING:
-    import psutil
 
 _SUPERVISOR: Final = Path(__file__).with_name("_supervisor.py")
 _PATIENCE: Final = "OUTBOX_PATIENCE"
@@ -83,7 +82,7 @@ class Supervised:
         message = self._read()
         if "pid" not in message:
             self._supervisor.wait()
-            self._close_pipes()
+            _close_pipes(self._supervisor)
             raise StartFailed(f"{argv[0]} can't be executed: {message.get('error', 'its supervisor died')}", log)
         self._child = psutil_process(int(message["pid"]))
         self.pid = int(message["pid"])
@@ -116,18 +115,13 @@ class Supervised:
         with self._collecting:
             if self._exit_code is None:
                 self._exit_code = int(self._read().get("exit", -signal.SIGKILL))
-                self._close_pipes()
+                _close_pipes(self._supervisor)
         return True
 
     def _read(self) -> dict[str, Any]:
         assert self._supervisor.stdout is not None
         line = self._supervisor.stdout.readline()
         return dict(json.loads(line)) if line else {}
-
-    def _close_pipes(self) -> None:
-        for pipe in (self._supervisor.stdin, self._supervisor.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 _started_detached: list[subprocess.Popen[bytes]] = []
@@ -175,8 +169,6 @@ class Detached:
         A pid file is not used: a kill at the wrong moment leaves none, and its pid can belong to another process by
         now.
         """
-        import psutil
-
         for process in psutil.process_iter(["cmdline"]):
             if set(arguments) <= set(process.info["cmdline"] or ()) and alive(process):
                 return cls(process)
@@ -197,9 +189,14 @@ class Detached:
         return wait_for(lambda: not self.running, timeout)
 
 
-def psutil_process(pid: int) -> psutil.Process | None:
-    import psutil
+def completed(argv: Sequence[str | Path], user: User | None) -> subprocess.CompletedProcess[str]:
+    """Run a program as ``user`` (None: our own account) to its end, and return what it has printed."""
+    return subprocess.run(
+        argv, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **identity(user)
+    )
 
+
+def psutil_process(pid: int) -> psutil.Process | None:
     try:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -211,8 +208,6 @@ def alive(process: psutil.Process) -> bool:
 
     A killed process is one already while other threads of it still hold its files and ports.
     """
-    import psutil
-
     try:
         return bool(process.is_running() and (process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1))
     except psutil.NoSuchProcess:
@@ -221,18 +216,12 @@ def alive(process: psutil.Process) -> bool:
 
 def send(process: psutil.Process, number: int) -> None:
     """Send a signal to this process, never to another that has its pid by now."""
-    import psutil
-
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
 
 
 def pause(process: Process, timeout: float = 10.0) -> None:
     """Halt a process by SIGSTOP and wait until it has stopped. Raises ServiceError when it does not run."""
-    import psutil
-
     process.signal(signal.SIGSTOP)
     halted = psutil_process(process.pid) if process.running else None
     if halted is None or not wait_for(lambda: halted.status() == psutil.STATUS_STOPPED, timeout, every=0.001):
@@ -245,16 +234,12 @@ def kill_with_children(process: Process) -> None:
     The parent is halted first, so that it can neither fork nor clean up meanwhile. Raises ServiceError when one of
     them survives.
     """
-    import psutil
-
     process.signal(signal.SIGSTOP)
     parent = psutil_process(process.pid) if process.running else None
     children: list[psutil.Process] = []
     if parent is not None:
-        try:
+        with suppress(psutil.NoSuchProcess):
             children = parent.children(recursive=True)
-        except psutil.NoSuchProcess:
-            children = []
     for child in children:
         send(child, signal.SIGKILL)
     process.signal(signal.SIGKILL)
@@ -288,12 +273,16 @@ def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.02)
 _supervisors: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
+def _close_pipes(supervisor: subprocess.Popen[bytes]) -> None:
+    for pipe in (supervisor.stdin, supervisor.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
 def _let_go_in_fork() -> None:
     """Close the pipes in a fork without exec (multiprocessing), which would hide our death from the supervisors."""
     for supervisor in list(_supervisors):
-        for pipe in (supervisor.stdin, supervisor.stdout):
-            if pipe is not None:
-                pipe.close()
+        _close_pipes(supervisor)
 
 
 os.register_at_fork(after_in_child=_let_go_in_fork)

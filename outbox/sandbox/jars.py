@@ -6,7 +6,6 @@ tested, whatever repository serves them. ``python -m release.jars`` regenerates 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import http.client
 import os
@@ -20,7 +19,7 @@ import urllib.request
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
@@ -107,7 +106,7 @@ def fetch(set_name: str, lock: Path | None = None) -> list[Path]:
         print(f"{title} …", file=sys.stderr, flush=True)
         with ThreadPoolExecutor(_WORKERS, thread_name_prefix="jars") as pool:
             # The first failure cancels those that have not begun.
-            list(pool.map(functools.partial(_fetch_one, base), missing.keys(), missing.values()))
+            list(pool.map(partial(_fetch_one, base), missing.keys(), missing.values()))
         print(f"{title}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return list(wanted.values())
 

@@ -70,6 +70,7 @@ class KafkaCluster:
         self.data_dir = data_dir.absolute()
         if "," in str(self.data_dir):
             raise ServiceError(f"Kafka's directory must not contain a comma: {data_dir}")
+        self._record = self.data_dir / "cluster.json"
         self._wanted_size = brokers
         self._settings = dict(settings or {})
         self._heap = heap
@@ -230,10 +231,6 @@ class KafkaCluster:
         self.close()
 
     # -- making the nodes
-
-    @property
-    def _record(self) -> Path:
-        return self.data_dir / "cluster.json"
 
     def _invent(self) -> None:
         """Define a new cluster on free ports."""

@@ -23,10 +23,10 @@ import psycopg
 from psycopg import sql
 
 from outbox.sandbox import _postmaster
-from outbox.sandbox._dirs import blocking_directory, identity, make_directory, temporary_directory, unprivileged_user
+from outbox.sandbox._dirs import blocking_directory, hand_over, make_directory, temporary_directory, unprivileged_user
 from outbox.sandbox._pgbin import binaries, major_version
 from outbox.sandbox._ports import free_ports
-from outbox.sandbox._process import Detached, Supervised, kill_with_children, patience
+from outbox.sandbox._process import Detached, Supervised, completed, kill_with_children, patience
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 
 USER: Final = "postgres"
@@ -74,6 +74,7 @@ class PostgresServer:
             data_dir = temporary_directory("postgres", self._user)
             self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
         self.data_dir = data_dir.absolute()
+        self._pgdata = self.data_dir / "pgdata"
         self._wanted_port = port
         self._port: int | None = port
         self._password = password
@@ -201,10 +202,6 @@ class PostgresServer:
 
     # -- starting
 
-    @property
-    def _pgdata(self) -> Path:
-        return self.data_dir / "pgdata"
-
     def _initialize(self) -> None:
         """Run initdb if there is no data yet; write the settings."""
         make_directory(self.data_dir, self._user)
@@ -220,8 +217,7 @@ class PostgresServer:
             with tempfile.TemporaryDirectory(prefix="initdb-", dir=self.data_dir) as parent:
                 aside = Path(parent)
                 new = aside / "pgdata"
-                if self._user is not None:
-                    shutil.chown(aside, self._user.uid, self._user.gid)
+                hand_over(aside, self._user)
                 self._initdb(new)
                 with (new / "postgresql.conf").open("a") as file:
                     file.write("include 'outbox.conf'\n")
@@ -232,8 +228,7 @@ class PostgresServer:
         ]
         configuration = self._pgdata / "outbox.conf"
         configuration.write_text("".join(lines))
-        if self._user is not None:
-            shutil.chown(configuration, self._user.uid, self._user.gid)
+        hand_over(configuration, self._user)
 
     def _initdb(self, target: Path) -> None:
         folder = binaries(self._user)
@@ -249,8 +244,7 @@ class PostgresServer:
             file = target.with_name("password")
             file.touch(0o600)
             file.write_text(self._password)
-            if self._user is not None:
-                shutil.chown(file, self._user.uid, self._user.gid)
+            hand_over(file, self._user)
             access = ["-A", "scram-sha-256", "--pwfile", file]
         arguments: list[str | Path] = [
             folder / "initdb",
@@ -260,15 +254,7 @@ class PostgresServer:
         if self._temporary or self._settings.get("fsync") == "off":
             arguments.append("--no-sync")
         try:
-            result = subprocess.run(
-                arguments,
-                cwd="/",
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-                **identity(self._user),
-            )
+            result = completed(arguments, self._user)
         except (OSError, subprocess.SubprocessError) as error:
             whom = "" if self._user is None else f" as the user {self._user.name}"
             raise StartFailed(

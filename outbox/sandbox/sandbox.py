@@ -54,6 +54,8 @@ class Sandbox:
     def __init__(self, report: Callable[[str], None] = lambda _: None) -> None:
         given = os.environ.get("OUTBOX_SANDBOX")
         self.directory = (Path(given).expanduser() if given else cache_dir() / "sandbox").absolute()
+        self._port_file = self.directory / "postgres.port"
+        self._password_file = self.directory / "postgres.password"
         self._report = report
 
     def up(self, brokers: int | None = None, kafka: str | None = None) -> SandboxState:
@@ -148,14 +150,6 @@ class Sandbox:
             return usual
         name = hashlib.sha256(bytes(self.directory)).hexdigest()[:12]
         return shared_dir(user) / f"sandbox-{name}{suffix}"
-
-    @property
-    def _port_file(self) -> Path:
-        return self.directory / "postgres.port"
-
-    @property
-    def _password_file(self) -> Path:
-        return self.directory / "postgres.password"
 
     def _password(self) -> str | None:
         """Return Postgres's password; None before the first ``up``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from confluent_kafka import TopicPartition
 from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
 from outbox.consumer.kafka_admin import KafkaAdmin
+from outbox.consumer.member_clients import READING
 from outbox.consumer.model import Partition
 from outbox.consumer.stalled import Watch
 from outbox.errors import ConfigurationError
@@ -19,7 +21,9 @@ from outbox.transform.records import Transform
 
 MISSING_TOPIC_SECONDS: Final = 10.0
 """Brokers that have just started may not know a topic yet."""
-_ADMIN_SECONDS: Final = 30.0
+SECONDS: Final = 30.0
+"""How long a request to Kafka may take."""
+logger: Final = logging.getLogger("outbox.transform")
 # The most that librdkafka takes.
 _MESSAGE_MAX_BYTES: Final = 1_000_000_000
 # The promise depends on them, too.
@@ -66,17 +70,7 @@ def client_options(
 
     Raises ConfigurationError for one on which the promise depends, or that turns off the broker's verification.
     """
-    reading = {
-        "group.id": group,
-        "enable.auto.commit": False,
-        "enable.auto.offset.store": False,
-        # Positions of an open transaction are waited for, too.
-        "isolation.level": "read_committed",
-        "auto.offset.reset": "error",
-        # Positions pass the markers of transactions.
-        "enable.partition.eof": True,
-        "partition.assignment.strategy": "range",
-    }
+    reading = {**READING, "group.id": group, "partition.assignment.strategy": "range"}
     writing = {
         "transactional.id": f"{group}.{uuid.uuid4()}",
         "transaction.timeout.ms": int(transaction_seconds * 1000),
@@ -99,4 +93,4 @@ def client_options(
 
 def admin(options: Mapping[str, Any]) -> KafkaAdmin:
     """Return what asks for topics and the group, with the consumer's options."""
-    return KafkaAdmin(without_callbacks(options), seconds=_ADMIN_SECONDS)
+    return KafkaAdmin(without_callbacks(options), seconds=SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 import time
@@ -14,6 +13,7 @@ from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Me
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka_rules import cut_logs
 from outbox.consumer.model import Partition
+from outbox.transform._plan import SECONDS, logger
 from outbox.transform.errors import InputLost
 
 _PARTITIONS: Final = "partitions="
@@ -38,9 +38,7 @@ def committed(
     partitions: Sequence[TopicPartition],
     known: Mapping[Partition, TopicPartition],
     options: Mapping[str, Any],
-    seconds: float,
     stop: threading.Event,
-    logger: logging.Logger,
 ) -> list[TopicPartition]:
     """Return the group's positions in these partitions, when they can be believed, or at ``stop``.
 
@@ -53,7 +51,7 @@ def committed(
     before: dict[Partition, int] = {}
     attempts, since = 0, time.monotonic()
     while True:
-        found = answered(consumer.committed(asked, seconds)) if asked else []
+        found = answered(consumer.committed(asked, SECONDS)) if asked else []
         doubtful = {
             at: each.offset
             for each in found
@@ -101,13 +99,8 @@ def moved(position: TopicPartition, offset: int, leader_epoch: int | None) -> To
 
     leader_epoch  of a leader that had the log up to there: where the log was cut since, Kafka refuses the position.
     """
-    return TopicPartition(
-        position.topic,
-        position.partition,
-        offset,
-        position.metadata or "",
-        -1 if leader_epoch is None else leader_epoch,
-    )
+    epoch = -1 if leader_epoch is None else leader_epoch
+    return TopicPartition(position.topic, position.partition, offset, position.metadata or "", epoch)
 
 
 def require_same_topics(ids: Mapping[str, str], known: dict[str, str], group: str) -> None:
@@ -125,11 +118,7 @@ def require_same_topics(ids: Mapping[str, str], known: dict[str, str], group: st
 
 
 def require_whole(
-    consumer: Consumer,
-    positions: Sequence[TopicPartition],
-    options: Mapping[str, Any],
-    seconds: float,
-    logger: logging.Logger,
+    consumer: Consumer, positions: Sequence[TopicPartition], options: Mapping[str, Any]
 ) -> set[Partition]:
     """Raise InputLost if a log was cut before a position, however long it is again.
 
@@ -140,14 +129,14 @@ def require_whole(
     known = {(each.topic, each.partition): each for each in with_epoch}
     asked = [TopicPartition(*at, OFFSET_END) for at in known]
     try:
-        ends = consumer.offsets_for_times(asked, seconds) if asked else []
+        ends = consumer.offsets_for_times(asked, SECONDS) if asked else []
         away = {(end.topic, end.partition) for end in ends if end.error is not None and _is_away(end.error)}
         doubtful = {
             at: (known[at].offset, known[at].leader_epoch)
             for end in answered([end for end in ends if (end.topic, end.partition) not in away])
             if end.leader_epoch != known[at := (end.topic, end.partition)].leader_epoch
         }
-        cut_at = cut_logs(options, doubtful, seconds, logger) if doubtful else {}
+        cut_at = cut_logs(options, doubtful, SECONDS, logger) if doubtful else {}
     except KafkaException as error:
         if not _is_away(error.args[0]):
             raise
@@ -169,9 +158,7 @@ def _is_away(error: KafkaError) -> bool:
     return error.code() in {KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TIMED_OUT, KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001
 
 
-def beginning(
-    consumer: Consumer, position: TopicPartition, start: str, group: str, seconds: float, logger: logging.Logger
-) -> TopicPartition:
+def beginning(consumer: Consumer, position: TopicPartition, start: str, group: str) -> TopicPartition:
     """Return where a partition without a position begins. Raises InputLost if there is to be one.
 
     With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
@@ -179,10 +166,10 @@ def beginning(
     """
     if start == "none":
         raise InputLost(f"group {group!r} has no position in {position.topic}-{position.partition}")
-    first, end = consumer.get_watermark_offsets(position, seconds, cached=False)
+    first, end = consumer.get_watermark_offsets(position, SECONDS, cached=False)
     if start == "earliest":
         return TopicPartition(position.topic, position.partition, first)
-    count = _first_partitions(consumer, position.topic, seconds)
+    count = _first_partitions(consumer, position.topic)
     offset = end if position.partition < count else first
     if offset > first:
         skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
@@ -190,11 +177,11 @@ def beginning(
     return TopicPartition(position.topic, position.partition, offset, f"{_PARTITIONS}{count}")
 
 
-def _first_partitions(consumer: Consumer, topic: str, seconds: float) -> int:
+def _first_partitions(consumer: Consumer, topic: str) -> int:
     """Return how many partitions a topic had when the group came to it."""
-    count = len(consumer.list_topics(topic, seconds).topics[topic].partitions)
+    count = len(consumer.list_topics(topic, SECONDS).topics[topic].partitions)
     asked = [TopicPartition(topic, number) for number in range(count)]
-    positions = answered(consumer.committed(asked, seconds))
+    positions = answered(consumer.committed(asked, SECONDS))
     known = [position.metadata or "" for position in positions if position.offset >= 0]
     counts = [int(text.removeprefix(_PARTITIONS)) for text in known if re.fullmatch(_PARTITIONS + r"\d+", text)]
     # Positions that other tools have set say nothing of it; but the group has been in the topic.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -22,7 +21,7 @@ from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
 from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
-from outbox.transform._plan import Plan, Progress, admin
+from outbox.transform._plan import SECONDS, Plan, Progress, admin, logger
 from outbox.transform._positions import (
     answered,
     beginning,
@@ -38,9 +37,6 @@ from outbox.transform._topics import MISSING, require_topics
 from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed, is_refused
 from outbox.transform.records import Record, dead_letter
 
-_logger: Final = logging.getLogger("outbox.transform")
-
-_SECONDS: Final = 30.0
 _BATCH_BYTES: Final = 16 << 20  # as in a turn of the relay
 _POLL_SECONDS: Final = 0.1
 _APART_SECONDS: Final = 60.0
@@ -109,7 +105,7 @@ class Session:
     def run(self) -> None:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""
         self._progress.watch.unassigned(self._plan.topics)
-        self._until_known(lambda: self._producer.init_transactions(_SECONDS))
+        self._until_known(lambda: self._producer.init_transactions(SECONDS))
         self._subscribe()
         while not self._stop.is_set():
             if self._static.needs_rebalance(self._plan.topics):
@@ -158,7 +154,7 @@ class Session:
                 "skipped: see where the log begins, and set the group's offsets by hand"
             )
         elif code in MISSING:
-            require_topics(self._consumer, self._plan, _SECONDS, self._stop, _logger)
+            require_topics(self._consumer, self._plan, self._stop)
         else:
             self._clients.judge(error, message)
 
@@ -180,19 +176,15 @@ class Session:
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
         plan, consumer = self._plan, self._consumer
-        found = committed(consumer, partitions, self._progress.positions, plan.consumer, _SECONDS, self._stop, _logger)
+        found = committed(consumer, partitions, self._progress.positions, plan.consumer, self._stop)
         if self._stop.is_set():
             return
-        if begun := [
-            beginning(consumer, position, plan.start, plan.group, _SECONDS, _logger)
-            for position in found
-            if position.offset < 0
-        ]:
+        if begun := [beginning(consumer, one, plan.start, plan.group) for one in found if one.offset < 0]:
             found = [position for position in found if position.offset >= 0] + begun
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
             answered(consumer.commit(offsets=begun, asynchronous=False) or [])
-        self._unchecked = require_whole(consumer, found, plan.consumer, _SECONDS, _logger)
+        self._unchecked = require_whole(consumer, found, plan.consumer)
         self._committed = {(position.topic, position.partition): position for position in found}
         self._progress.positions |= self._committed
         self._ends.clear()
@@ -218,7 +210,7 @@ class Session:
             self._produce_all(messages, list(positions.values()))
             once = self._until_known(lambda: self._send_positions(list(positions.values())), CLEAN_OFFSETS_SECONDS)
             self._await_refusals()
-            clean = self._until_known(lambda: self._producer.commit_transaction(_SECONDS), self._clean_seconds) and once
+            clean = self._until_known(lambda: self._producer.commit_transaction(SECONDS), self._clean_seconds) and once
         except KafkaException as error:
             self._give_up(messages, error, time.monotonic() - began)
         except BaseException:
@@ -250,7 +242,7 @@ class Session:
     def _check(self, partitions: Collection[Partition]) -> None:
         """Check the positions of partitions that have a leader again. Raises KafkaException if they have none."""
         found = [self._committed[each] for each in partitions]
-        if require_whole(self._consumer, found, self._plan.consumer, _SECONDS, _logger):
+        if require_whole(self._consumer, found, self._plan.consumer):
             raise KafkaException(KafkaError(KafkaError.LEADER_NOT_AVAILABLE, "a partition's leader is gone again"))
         self._unchecked.difference_update(partitions)
 
@@ -269,7 +261,7 @@ class Session:
             found = self._consumer.offsets_for_times(asked, _END_SECONDS) if asked else []
         except KafkaException as error:
             # Behind the next messages it is asked again.
-            _logger.info("group %s can't ask where partitions end: %s", self._plan.group, error.args[0].str())
+            logger.info("group %s can't ask where partitions end: %s", self._plan.group, error.args[0].str())
             return {}
         return {
             at: moved(known[at], ends[at], now.leader_epoch)
@@ -306,7 +298,7 @@ class Session:
             self._halve(messages, seconds)
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
             raise error
-        _logger.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
+        logger.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
         self._progress.watch.failed({partition_of(message) for message in messages}, inner.str())
         pause(self._stop, self._aborted)
         self._aborted += 1
@@ -325,7 +317,7 @@ class Session:
                     mend = f"make it smaller, or raise max.message.bytes of {record.topic}"
                     raise TransformFailed(message, KafkaException(reason), mend) from error
         self._apart_until = time.monotonic() + _APART_SECONDS
-        _logger.info("group %s: too large for its topic: %s", self._plan.group, error.args[0].str())
+        logger.info("group %s: too large for its topic: %s", self._plan.group, error.args[0].str())
         self._replace_producer()
         return True
 
@@ -339,18 +331,13 @@ class Session:
         self._purge()
         apart = {} if self._apart_until is None else {"batch.num.messages": 1}
         self._make_producer(**apart)
-        self._until_known(lambda: self._producer.init_transactions(_SECONDS))
+        self._until_known(lambda: self._producer.init_transactions(SECONDS))
 
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
         # One alone is transformed before its transaction begins on the brokers: it may take as long as it likes.
         self._progress.batch = max(1, len(messages) // 2)
-        _logger.warning(
-            "%d messages of group %s took %.1f s, longer than transaction_seconds: now %d at a time",
-            len(messages),
-            self._plan.group,
-            seconds,
-            self._progress.batch,
-        )
+        text = "%d messages of group %s took %.1f s, longer than transaction_seconds: now %d at a time"
+        logger.warning(text, len(messages), self._plan.group, seconds, self._progress.batch)
 
     def _produce(self, message: Message) -> None:
         """Produce what a message becomes, or its copy for the dead-letter topic."""
@@ -421,19 +408,15 @@ class Session:
         """Return how many partitions a topic has, 0 if that is not known, and which of them have a leader."""
         if topic is None:
             raise TypeError("the record has no topic")
-        found = self._producer.list_topics(topic, _SECONDS).topics[topic].partitions
+        found = self._producer.list_topics(topic, SECONDS).topics[topic].partitions
         return len(found), [number for number, one in found.items() if one.leader >= 0]
 
     def _cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
         """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""
-        place = place_of(message)
-        if (
-            record.topic != self._plan.dead_letter_topic
-            or reason.code() not in _TOO_LARGE
-            or place in self._progress.too_large
-        ):
+        place, known = place_of(message), self._progress.too_large
+        if record.topic != self._plan.dead_letter_topic or reason.code() not in _TOO_LARGE or place in known:
             return False
-        self._progress.too_large.add(place)
+        known.add(place)
         return True
 
     def _send_positions(self, positions: list[TopicPartition]) -> None:
@@ -447,7 +430,7 @@ class Session:
             # By then the coordinator is about to abort the transaction.
             within(
                 self._plan.transaction_seconds,
-                lambda: self._producer.send_offsets_to_transaction(positions, self._membership, _SECONDS),
+                lambda: self._producer.send_offsets_to_transaction(positions, self._membership, SECONDS),
             )
         except TimeoutError:
             self._stuck = True
@@ -470,7 +453,7 @@ class Session:
                 # The callback hears what this error does not say, as that a password is refused.
                 self._producer.poll(0)
                 self._clients.check()
-                _logger.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
+                logger.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
                 once = False
             else:
                 self._clients.worked()
@@ -478,7 +461,7 @@ class Session:
 
     def _abort(self) -> None:
         try:
-            self._until_known(lambda: self._producer.abort_transaction(_SECONDS))
+            self._until_known(lambda: self._producer.abort_transaction(SECONDS))
         except KafkaException as error:
             # The coordinator ends the transaction after its time.
-            _logger.info("aborting failed: %s", error.args[0].str())
+            logger.info("aborting failed: %s", error.args[0].str())

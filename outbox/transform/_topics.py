@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import Final
 
 from confluent_kafka import Consumer, KafkaError
 
-from outbox.transform._plan import MISSING_TOPIC_SECONDS, Plan
+from outbox.transform._plan import MISSING_TOPIC_SECONDS, SECONDS, Plan, logger
 from outbox.transform.errors import KafkaRefused
 
 MISSING: Final = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})  # noqa: SLF001
@@ -18,16 +17,11 @@ _ABSENT: Final = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
 _HIDDEN: Final = "does not exist, or the client may not DESCRIBE it; create it, or grant that"
 
 
-def require_topics(
-    consumer: Consumer, plan: Plan, seconds: float, stop: threading.Event, logger: logging.Logger
-) -> None:
-    """Raise KafkaRefused if a topic is missing or hidden, and still is after a while; KafkaException without an answer.
-
-    seconds  how long a request may take.
-    """
+def require_topics(consumer: Consumer, plan: Plan, stop: threading.Event) -> None:
+    """Raise KafkaRefused if a topic is missing or hidden, also after a while, and KafkaException without an answer."""
     until = time.monotonic() + MISSING_TOPIC_SECONDS
     while True:
-        known = consumer.list_topics(timeout=seconds).topics
+        known = consumer.list_topics(timeout=SECONDS).topics
         # The names that begin with ^ are patterns.
         topics = [topic for topic in plan.topics if not topic.startswith("^")]
         problems = [

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from confluent_kafka import KafkaError, KafkaException
 
@@ -14,12 +13,10 @@ from outbox.consumer.member_clients import MemberClients
 from outbox.consumer.stalled import StalledPartition
 from outbox.errors import ConfigurationError
 from outbox.stopping import Stopping
-from outbox.transform._plan import Plan, Progress, client_options
+from outbox.transform._plan import Plan, Progress, client_options, logger
 from outbox.transform._session import Session
 from outbox.transform.errors import KafkaRefused, is_refused
 from outbox.transform.records import Transform
-
-_logger: Final = logging.getLogger("outbox.transform")
 
 
 class Transformer:
@@ -98,7 +95,7 @@ class Transformer:
         ConfigurationError for an option that librdkafka does not take.
         """
         stop = stop or Stopping()
-        clients = MemberClients(self._plan.consumer, self._plan.topics, self._progress.watch, _logger, KafkaRefused)
+        clients = MemberClients(self._plan.consumer, self._plan.topics, self._progress.watch, logger, KafkaRefused)
         clients.run(partial(self._session, stop, clients), stop)
 
     def _session(self, stop: threading.Event, clients: MemberClients) -> KafkaError | None:

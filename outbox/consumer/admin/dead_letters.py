@@ -239,11 +239,8 @@ def _value(raw: bytes | None) -> tuple[object, str | None]:
     content = bytes(raw)
     try:
         orjson.loads(content)
-        # Line breaks in valid JSON are only between its tokens, so they can be replaced to keep it on one line.
-        return orjson.Fragment(content.replace(b"\r", b" ").replace(b"\n", b" ")), "json"
     except ValueError:
-        pass
-    try:
-        return content.decode(), "utf-8"
-    except UnicodeDecodeError:
-        return base64.b64encode(content).decode(), "base64"
+        text, encoding = _text(content)
+        return (base64.b64encode(content).decode(), "base64") if encoding == "hex" else (text, encoding)
+    # Line breaks in valid JSON are only between its tokens, so they can be replaced to keep it on one line.
+    return orjson.Fragment(content.replace(b"\r", b" ").replace(b"\n", b" ")), "json"

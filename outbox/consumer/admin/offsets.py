@@ -437,7 +437,6 @@ def _positions(
         row, there = stored.get((topic, part)), bounds.get((topic, part))
         trouble = _trouble(row, there, ids.get(topic)) if known else None
         at = None if row is None else row["next_offset"]
-        comparable = there is not None and trouble is None
         found.append(
             PartitionOffsets(
                 topic=topic,
@@ -446,7 +445,7 @@ def _positions(
                 first=None if there is None else there.first,
                 end=None if there is None else there.end,
                 high_watermark=None if there is None else there.high_watermark,
-                lag=there.end - (at or 0) if comparable and there is not None else None,
+                lag=None if there is None or trouble is not None else there.end - (at or 0),
                 uncommitted=None if there is None else there.uncommitted,
                 updated_at=None if row is None else row["updated_at"],
                 trouble=trouble,

@@ -17,8 +17,7 @@ from outbox.consumer.statements import statement
 PAGE: Final = 50
 COUNTED: Final = 10_000
 """At most this many dead letters are grouped."""
-_STATEMENT_SECONDS: Final = 10
-_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
+_LIMIT: Final = "SELECT set_config('statement_timeout', '10s', true)"
 _NEWEST: Final = 100
 _RECENT_SECONDS: Final = 15
 
@@ -92,9 +91,9 @@ class ConsumerPages:
         rows = self._run("listing dead letters", _PAGE, {**chosen.bound(), "after": after, "limit": limit + 1})
         return rows[:limit], rows[limit - 1]["id"] if len(rows) > limit else None
 
-    def selection(self, chosen: Filter, most: int = COUNTED) -> Selection:
-        """Return up to ``most`` of these dead letters, for DeadLetters.retry and discard."""
-        rows, _ = self.dead_letters(chosen, None, most)
+    def selection(self, chosen: Filter) -> Selection:
+        """Return up to COUNTED of these dead letters, for DeadLetters.retry and discard."""
+        rows, _ = self.dead_letters(chosen, None, COUNTED)
         return Selection(ids=[row["id"] for row in rows])
 
     def latencies(self) -> Sequence[float]:
@@ -108,6 +107,6 @@ class ConsumerPages:
     def _run(self, doing: str, query: LiteralString, values: dict[str, Any]) -> list[dict[str, Any]]:
         with clear_errors(doing), self._connection.transaction():
             with self._connection.cursor(row_factory=dict_row) as cursor:
-                cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+                cursor.execute(_LIMIT)
                 kind = sql.SQL(KIND).format(error=sql.Identifier("error"))
                 return cursor.execute(statement(self._schema, query, kind=kind), values).fetchall()

@@ -18,8 +18,7 @@ from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.postgres_errors import clear_errors
 from outbox.consumer.statements import statement
 
-_STATEMENT_SECONDS: Final = 30
-_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
+_LIMIT: Final = "SELECT set_config('statement_timeout', '30s', true)"
 
 # By the primary key, in the one partition of the id's day.
 _APPLIED: Final = """
@@ -101,7 +100,7 @@ def find(
     message_id: UUID,
     places: Sequence[tuple[str, int, int]],
     topics: Sequence[str],
-    hidden: MutableMapping[str, str] | None = None,
+    hidden: MutableMapping[str, str],
 ) -> list[GroupTrace]:
     """Return what each group that reads the message's topic has done with it.
 
@@ -128,19 +127,13 @@ def find(
             return rows
 
         with connection.transaction():
-            cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            applied, dead, given_up, external, offsets = (
-                read(table, text)
-                for table, text in (
-                    ("processed_messages", _APPLIED),
-                    ("dead_letters", _DEAD),
-                    ("losses", _GIVEN_UP),
-                    ("reservations", _EXTERNAL),
-                    ("offsets", _GROUPS),
-                )
-            )
-    if hidden is not None:
-        hidden.update(visible.hidden)
+            cursor.execute(_LIMIT)
+            applied = read("processed_messages", _APPLIED)
+            dead = read("dead_letters", _DEAD)
+            given_up = read("losses", _GIVEN_UP)
+            external = read("reservations", _EXTERNAL)
+            offsets = read("offsets", _GROUPS)
+    hidden.update(visible.hidden)
     seen = {row["grp"]: row["seen_at"] for row in applied}
     letters = {row["grp"]: row for row in dead}
     lost = {row["grp"]: row["found_at"] for row in given_up}

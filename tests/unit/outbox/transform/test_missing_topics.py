@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +18,7 @@ def require(*topics: str) -> None:
     known = SimpleNamespace(topics={name: SimpleNamespace(error=error) for name, error in errors.items()})
     consumer = SimpleNamespace(list_topics=lambda timeout: known)
     plan = SimpleNamespace(topics=topics, group="g")
-    _topics.require_topics(cast("Any", consumer), cast("Any", plan), 1.0, threading.Event(), logging.getLogger())
+    _topics.require_topics(cast("Any", consumer), cast("Any", plan), threading.Event())
 
 
 def test_the_right_to_see_a_topic_and_its_error_are_named(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +14,6 @@ from outbox.transform import InputLost, _positions
 from outbox.transform._positions import require_whole
 
 OPTIONS = {"group.id": "g"}
-LOGGER = logging.getLogger("outbox.transform")
 READ = [TopicPartition("in", number, 10, "", 3) for number in range(3)]
 
 
@@ -32,7 +30,7 @@ def whole(*answers: dict[str, Any] | int) -> set[tuple[str, int]]:
         ]
 
     consumer = cast("Any", SimpleNamespace(offsets_for_times=offsets_for_times))
-    return require_whole(consumer, READ, OPTIONS, 30.0, LOGGER)
+    return require_whole(consumer, READ, OPTIONS)
 
 
 AWAY = {"error": KafkaError(KafkaError.LEADER_NOT_AVAILABLE), "leader_epoch": None}
