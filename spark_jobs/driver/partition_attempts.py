@@ -66,10 +66,7 @@ class PartitionAttempts:
     def _attempt_reading(
         self, columns: Mapping[str, str], span: OffsetRanges, state: RoundState, generation: int
     ) -> Mapping[Partition, TaskResult]:
-        """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver.
-
-        Raises ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied.
-        """
+        """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver."""
         plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
             return self._run_here(plan, read)

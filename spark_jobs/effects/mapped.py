@@ -125,10 +125,7 @@ class Upsert:
     def statements(
         self, payload: Sequence[str], types: Mapping[str, ColumnType], *, placed: bool = True
     ) -> list[sql.Composed]:
-        """Return the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
-
-        placed  the rows of ``batch`` are messages, with the columns of PLACED; not so after an aggregation.
-        """
+        """Return the SQL; see Insert. Raises JobError."""
         if self.deletes and not placed:
             raise JobError(
                 f"Upsert: deletes needs to know which rows are tombstones, and when they came: keep the columns "

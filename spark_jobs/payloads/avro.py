@@ -66,8 +66,7 @@ class Plan:
 
     def fields(self) -> t.StructType:
         """Return the columns. Raises JobError for a schema that has no counterpart in Spark."""
-        kind, _ = _record(_parsed(self.reader))
-        return kind
+        return _record(_parsed(self.reader))[0]
 
     def __call__(self) -> Reader:
         parsed = _parsed(self.reader)

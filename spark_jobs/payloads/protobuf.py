@@ -57,8 +57,7 @@ class Plan:
 
     def fields(self) -> t.StructType:
         """Return the columns. Raises JobError for a message type that has no counterpart in Spark."""
-        kind, _ = _struct(self._class().DESCRIPTOR, "", (), self.policy)
-        return kind
+        return _struct(self._class().DESCRIPTOR, "", (), self.policy)[0]
 
     def __call__(self) -> Reader:
         from google.protobuf.message import DecodeError
