@@ -43,10 +43,9 @@ def _message(schema: str | Decoder | None) -> dict[str, Any]:
         return {}
     if isinstance(schema, Json):
         return {"payload": _json(schema), "bindings": _bindings(framed=schema.framed)}
-    if isinstance(schema, Avro):
-        return {"payload": {"schemaFormat": _AVRO}, "bindings": _bindings(framed=schema.registry is not None)}
-    if isinstance(schema, Protobuf):
-        return {"payload": {"schemaFormat": _PROTOBUF}, "bindings": _bindings(framed=schema.registry is not None)}
+    if isinstance(schema, Avro | Protobuf):
+        form = _AVRO if isinstance(schema, Avro) else _PROTOBUF
+        return {"payload": {"schemaFormat": form}, "bindings": _bindings(framed=schema.registry is not None)}
     raise JobError(f"schema: {type(schema).__name__} does not say what it reads; only the project's decoders do")
 
 

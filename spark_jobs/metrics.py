@@ -38,7 +38,6 @@ SELECT topic, part, count(*) AS unsettled, count(*) FILTER (WHERE state = 'stuck
            - min(next_attempt_at) FILTER (WHERE state <> 'stuck' AND NOT parked))::float8) AS overdue
   FROM {reservations} WHERE grp = %(grp)s AND settled_at IS NULL GROUP BY topic, part"""
 
-_PARTITION: Final = ("group", "topic", "partition")
 # name: (column of progress, help)
 _COUNTED: Final = {
     "messages_applied": ("applied", "Messages whose effect is in the sink, each once."),
@@ -50,6 +49,11 @@ _GAUGES: Final = {
     "last_progress_timestamp_seconds": ("moved", "When the partition's offset moved last, by the sink's clock."),
     "dead_letters_waiting": ("dead_letters", "Dead letters that wait for an operator."),
     "dead_letters_retrying": ("retrying", "Dead letters that the next round retries."),
+}
+_LOG: Final = {
+    "log_end_offset": ("end", "Where a read_committed reader of Kafka would stop."),
+    "uncommitted_messages": ("uncommitted", "Offsets behind an open transaction."),
+    "lag_messages": ("lag", "Offsets that are committed in Kafka and not applied yet."),
 }
 _RESERVED: Final = {
     "reservations_unsettled": ("unsettled", "Calls to other systems that are neither confirmed nor cancelled."),
@@ -147,31 +151,21 @@ class ConsumerMetrics:
     def _from_kafka(
         self, bounds: Mapping[Partition, OffsetBounds], rows: Sequence[Mapping[str, Any]] | None
     ) -> Iterable[Metric]:
+        at = {(row["topic"], row["part"]): row["next_offset"] for row in rows or ()}
         found = [
-            {"topic": topic, "part": part, "end": there.end, "uncommitted": there.uncommitted or 0}
+            {
+                "topic": topic,
+                "part": part,
+                "end": there.end,
+                "uncommitted": there.uncommitted or 0,
+                # A partition that was never read begins where Kafka's log does.
+                "lag": max(0, there.end - at.get((topic, part), there.first)),
+            }
             for (topic, part), there in sorted(bounds.items())
         ]
-        yield self._by_partition(
-            GaugeMetricFamily, "log_end_offset", "Where a read_committed reader of Kafka would stop.", found, "end"
-        )
-        yield self._by_partition(
-            GaugeMetricFamily,
-            "uncommitted_messages",
-            "Offsets behind an open transaction.",
-            found,
-            "uncommitted",
-        )
-        if rows is None:
-            return
-        at = {(row["topic"], row["part"]): row["next_offset"] for row in rows}
-        behind = [
-            # A partition that was never read begins where Kafka's log does.
-            {"topic": topic, "part": part, "lag": max(0, there.end - at.get((topic, part), there.first))}
-            for (topic, part), there in sorted(bounds.items())
-        ]
-        yield self._by_partition(
-            GaugeMetricFamily, "lag_messages", "Offsets that are committed in Kafka and not applied yet.", behind, "lag"
-        )
+        for name, (column, text) in _LOG.items():
+            if column != "lag" or rows is not None:
+                yield self._by_partition(GaugeMetricFamily, name, text, found, column)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"{_PREFIX}{name}", text, labels=["group"])
@@ -186,7 +180,7 @@ class ConsumerMetrics:
         rows: Iterable[Mapping[str, Any]],
         column: str,
     ) -> Metric:
-        family = kind(f"{_PREFIX}{name}", text, labels=_PARTITION)
+        family = kind(f"{_PREFIX}{name}", text, labels=["group", "topic", "partition"])
         for row in rows:
             family.add_metric([self._group, row["topic"], str(row["part"])], row[column])
         return family

@@ -134,7 +134,21 @@ Known = Sequence["Ids"] | None
 """The ids of the rows in ``batch``; None if only the database has them."""
 
 
-class _Remembering:
+class _Base:
+    """The base of strategies. By itself, of those that store nothing."""
+
+    __slots__ = ()
+    remembers: ClassVar[bool] = False
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Raise the database's error if a row can't be compared with a table. Most compare none."""
+
+    def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
+        """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
+        return []
+
+
+class _Remembering(_Base):
     """The base of strategies that store each id."""
 
     __slots__ = ()
@@ -159,30 +173,13 @@ class _Remembering:
         cursor.execute(_DROP_REPEATS)
         dedup.run(cursor, REMEMBER_FRESH)
 
-    def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Do nothing: rows are not compared with a table."""
-
     def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:
-        """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
         # Most groups have forgotten nothing; then no row has to be read.
         if forgotten_before(cursor, dedup) is None:
             return []
         rows = dedup.run(cursor, _FORGOTTEN, most=most).fetchall()
         why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
         return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
-
-
-class _Forgetting:
-    """The base of strategies that store nothing."""
-
-    __slots__ = ()
-    remembers: ClassVar[bool] = False
-
-    def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Raise the database's error if a row can't be compared."""
-
-    def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
-        return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +204,7 @@ class Dedup(_Remembering):
 
 
 @dataclass(frozen=True, slots=True)
-class Natural(_Forgetting):
+class Natural(_Base):
     """For an idempotent effect, such as an upsert by ``key``. Of a key's messages in a batch the last one is kept.
 
     key  columns of ``batch``.
@@ -230,7 +227,7 @@ class Natural(_Forgetting):
 
 
 @dataclass(frozen=True, slots=True)
-class Version(_Forgetting):
+class Version(_Base):
     """Apply only messages newer than the stored version. Of a key's messages in a batch the newest is kept.
 
     table       of the sink, as ``name`` or ``schema.name``, with the stored version.
@@ -350,7 +347,7 @@ class Fingerprint(_Remembering):
 
 
 @dataclass(frozen=True, slots=True)
-class OffsetsOnly(_Forgetting):
+class OffsetsOnly(_Base):
     """Apply each offset once, and compare nothing: for topics without repeated events.
 
     Examples are the topics of an exactly-once relay, and of any producer that writes each event in one transaction, or

@@ -60,10 +60,7 @@ SELECT message_topic, message_part, pg_catalog.array_agg(message_offset ORDER BY
 
 
 class BatchAttempts:
-    """Applies the ranges of a round in one transaction of the driver; see Attempts.
-
-    put_aside_behind  a transform must not see the messages behind dead letters, so they are looked for beforehand.
-    """
+    """Applies the ranges of a round in one transaction of the driver. Its interface is that of PartitionAttempts."""
 
     each_alone: Final = False
     put_aside_behind: Final = False

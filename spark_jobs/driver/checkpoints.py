@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 KEPT: Final = 100
 """Of so many batches the sink keeps the contents."""
-_QUERY_ID: Final = "sql.streaming.queryId"
-"""Spark's local property in the thread of a batch: the query's id in the checkpoint."""
+QUERY_ID: Final = "sql.streaming.queryId"
+"""Spark's local property of a batch's thread and tasks: the query's id in the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def planned(rows: DataFrame, batch_id: int) -> Batch:
     session = rows.sparkSession
     if not hasattr(session, "_jsparkSession"):
         raise JobError("exactly_once: a session of Spark Connect is on another machine; it needs Spark's driver here")
-    query_id = session.sparkContext.getLocalProperty(_QUERY_ID)
+    query_id = session.sparkContext.getLocalProperty(QUERY_ID)
     if query_id is None:
         raise JobError("exactly_once: no query is running here: give the function to writeStream.foreachBatch")
     jvm: Any = session.sparkContext._jvm  # noqa: SLF001  no public API shows a batch's plan

@@ -44,7 +44,7 @@ from outbox.consumer.errors import EffectFailed, JobError, shown
 from outbox.consumer.patience import Patience
 from outbox.consumer.statements import statement
 from outbox.errors import OutboxError
-from spark_jobs.driver.checkpoints import Batch, planned_in
+from spark_jobs.driver.checkpoints import QUERY_ID, Batch, planned_in
 from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.driver.staged_rows import StagedRows
 from spark_jobs.driver.stream_group import StreamGroup, StreamOptions, failing, report, stream_options, without_causes
@@ -72,8 +72,7 @@ _OPTIONS: Final = (
 # DataStreamWriter.queryName passes the name on.
 _SPARKS: Final = {"queryname"}
 _OWNER: Final = "SELECT generation FROM {groups} WHERE grp = %(grp)s AND owner = %(owner)s"
-# Spark's local properties of a batch's tasks: the query, and the run of it, whose job group they are.
-_QUERY: Final = "sql.streaming.queryId"
+# Spark's local property of a batch's tasks: the run of the query, whose job group they are.
 _RUN: Final = "spark.jobGroup.id"
 
 
@@ -157,7 +156,7 @@ class OutboxWriter(DataSourceStreamArrowWriter):
             # A retry of the task would fail in the same way, so the commit raises it.
             broken = f"a row can't be staged: {error if isinstance(error, Unfit) else shown(error)}"
         task = TaskContext.get()
-        query, run = (None if task is None else task.getLocalProperty(key) for key in (_QUERY, _RUN))
+        query, run = (None if task is None else task.getLocalProperty(key) for key in (QUERY_ID, _RUN))
         return Staged(plan.table, name, feed.rows, feed.size, broken, query, run)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name

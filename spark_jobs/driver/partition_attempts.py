@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from outbox.consumer.errors import ConsumerUnavailable, CorruptRecords, EffectFailed
 from outbox.consumer.letters import RetryRecord
@@ -30,31 +30,13 @@ if TYPE_CHECKING:
     from spark_jobs.task.input import TaskInput
 
 
-class Attempts(Protocol):
-    """How the ranges of a round are applied; ``rounds`` decides what follows from the outcomes.
+class PartitionAttempts:
+    """Applies each partition in its own transaction; ``rounds`` decides what follows from the outcomes.
 
     each_alone        whether an outcome concerns its partition alone, and not the whole round.
     put_aside_behind  whether the tasks read Kafka's messages, and put aside those behind dead letters of earlier
-                      rounds.
+                      rounds. A transform must not see those.
     """
-
-    @property
-    def each_alone(self) -> bool: ...
-
-    @property
-    def put_aside_behind(self) -> bool: ...
-
-    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
-        """Apply the ranges once. Raises Undecoded, and the errors that Spark's are translated into."""
-        ...
-
-    def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
-        """Apply dead letters once, all in one transaction."""
-        ...
-
-
-class PartitionAttempts:
-    """Applies each partition in its own transaction."""
 
     each_alone: Final = True
 
@@ -64,10 +46,10 @@ class PartitionAttempts:
 
     @property
     def put_aside_behind(self) -> bool:
-        """Return whether tasks apply what they read. A transform must not see those messages."""
         return self._context.task_decoder.columns is not None
 
     def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
+        """Apply the ranges once. Raises Undecoded, and the errors that Spark's are translated into."""
         if self._context.task_decoder.columns is not None:
             return self._attempt_reading(self._context.task_decoder.columns, span, state, generation)
         prepared = spark.prepare(self._job, self._context.source(span, state.put_aside()))
@@ -84,10 +66,7 @@ class PartitionAttempts:
     def _attempt_reading(
         self, columns: Mapping[str, str], span: OffsetRanges, state: RoundState, generation: int
     ) -> Mapping[Partition, TaskResult]:
-        """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver.
-
-        Raises ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied.
-        """
+        """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver."""
         plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
             return self._run_here(plan, read)
@@ -137,6 +116,7 @@ class PartitionAttempts:
         return isinstance(self._job.effect, str | Insert | Upsert) and self._context.short(span)
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
+        """Apply dead letters once, all in one transaction."""
         prepared = spark.prepare(self._job, self._context.letters(letters))
         spark.require_one_task(prepared.rows)
         plan = self._context.plan(OffsetRanges({}, {}), state, generation, prepared.columns)

@@ -156,11 +156,8 @@ class RunningConsumer:
             with self._runner as runner:
                 if self._trigger == "once":
                     runner.once(self._stop)
-                elif self._trigger == "continuous":
-                    runner.continuous(self._stop)
                 else:
-                    assert isinstance(self._trigger, float)
-                    runner.continuous(self._stop, self._trigger)
+                    runner.continuous(self._stop, self._trigger if isinstance(self._trigger, float) else 0.0)
         except BaseException as error:  # noqa: BLE001  returned by ``error``
             self._error = error
         finally:

@@ -23,12 +23,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, Final
 
 from outbox.consumer.errors import EffectFailed, Interrupted
 from outbox.consumer.letters import DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
-from spark_jobs.driver.partition_attempts import Attempts
 from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.round_spans import RoundSpans
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
@@ -46,6 +45,8 @@ from spark_jobs.task.reader import RangeReader, kept
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from spark_jobs.driver.batch_attempts import BatchAttempts
+    from spark_jobs.driver.partition_attempts import PartitionAttempts
     from spark_jobs.task.incoming import Incoming
 
 RETRIED_AT_ONCE: Final = 100
@@ -99,7 +100,7 @@ class _TooManyBehind(Exception):
 class Rounds:
     """Applies rounds, by attempts of one kind."""
 
-    def __init__(self, context: RoundContext, attempts: Attempts) -> None:
+    def __init__(self, context: RoundContext, attempts: PartitionAttempts | BatchAttempts) -> None:
         self._context = context
         self._attempts = attempts
         self._job = context.job
@@ -240,7 +241,7 @@ class Rounds:
                 raise _not_deterministic() from error
             return span.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
 
-    def _settle(  # noqa: C901  one case for each outcome
+    def _settle(
         self, span: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to retry. Raises errors that end the round."""
@@ -268,19 +269,9 @@ class Rounds:
                 case RangeOutcome.FALLBACK:
                     self._context.slow_down(partition)
                     again.append(partition)
-                case (
-                    RangeOutcome.FENCED
-                    | RangeOutcome.BROKEN
-                    | RangeOutcome.MOVED
-                    | RangeOutcome.DENIED
-                    | RangeOutcome.CORRUPT
-                    | RangeOutcome.CUT
-                    | RangeOutcome.INTERRUPTED
-                    | RangeOutcome.UNAVAILABLE
-                ):
+                case ending:
+                    assert ending in ENDING
                     ends = True
-                case _:
-                    assert_never(one.outcome)
         if empty and not ends:
             self._step_over(span.only(empty), state, generation)
         self._raise(results, rejected)

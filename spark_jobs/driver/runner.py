@@ -253,15 +253,10 @@ class Runner:
     def _announce(self, targets: Mapping[Partition, OffsetBounds]) -> None:
         """Report how many offsets there are to read, transaction markers included."""
         stored = self._store.stored(self._job.topics)
-        starts = self._chosen_starts(stored, targets) or {}
-        waiting = [
-            max(
-                0,
-                there.end
-                - (stored[partition].next_offset if partition in stored else starts.get(partition, there.first)),
-            )
-            for partition, there in targets.items()
-        ]
+        begins = {partition: there.first for partition, there in targets.items()}
+        begins |= self._chosen_starts(stored, targets) or {}
+        begins |= {partition: here.next_offset for partition, here in stored.items()}
+        waiting = [max(0, there.end - begins[partition]) for partition, there in targets.items()]
         self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
 
     def _round(self, targets: Mapping[Partition, OffsetBounds] | None) -> bool:

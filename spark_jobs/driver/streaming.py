@@ -104,7 +104,7 @@ class ExactlyOnce:
         try:
             batch = planned(rows, batch_id)
             with _for_batch(rows, self._job.group, batch):
-                self._group.until_servers_answer(batch, lambda: self._attempt(rows, batch))
+                self._group.until_servers_answer(batch, lambda: self._apply(rows, batch))
         except OutboxError as error:
             self._error = error
             bare = without_causes(error)
@@ -112,10 +112,7 @@ class ExactlyOnce:
             return
         raise bare
 
-    def _attempt(self, rows: DataFrame, batch: Batch) -> None:
-        with understood():
-            self._apply(rows, batch)
-
+    @understood()
     def _apply(self, planned_rows: DataFrame, batch: Batch) -> None:
         """Apply a batch once, unless the sink has it."""
         rows = planned_rows if self._job.transform is None else self._job.transform(planned_rows)

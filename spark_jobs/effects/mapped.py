@@ -125,10 +125,7 @@ class Upsert:
     def statements(
         self, payload: Sequence[str], types: Mapping[str, ColumnType], *, placed: bool = True
     ) -> list[sql.Composed]:
-        """Return the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
-
-        placed  the rows of ``batch`` are messages, with the columns of PLACED; not so after an aggregation.
-        """
+        """Return the SQL; see Insert. Raises JobError."""
         if self.deletes and not placed:
             raise JobError(
                 f"Upsert: deletes needs to know which rows are tombstones, and when they came: keep the columns "
@@ -160,7 +157,18 @@ class Upsert:
             conflict=_listed(self.key),
             action=action,
         )
-        statements = self._with_deletes(upsert, pairs, types)
+        statements = [upsert]
+        if self.deletes:
+            before, after = (
+                sql.SQL(_DELETE).format(
+                    table=identifier(self.table),
+                    conflict=sql.Identifier(self.key[0]),
+                    begun=sql.SQL(begun),
+                    **self._compared(pairs, types),
+                )
+                for begun in ("EXISTS", "NOT EXISTS")
+            )
+            statements = [before, upsert, after]
         if self.version:
             statements.insert(0, versioned(pairs[self.version], types[self.version], messages, "Upsert"))
         return statements
@@ -184,22 +192,6 @@ class Upsert:
             messages = messages + sql.SQL(_NOT_ENDED).format(**self._compared(pairs, types))
         return sql.SQL(_RANKED).format(key=key, order=sql.SQL(", ").join(order), messages=messages)
 
-    def _with_deletes(
-        self, upsert: sql.Composed, pairs: Mapping[str, str], types: Mapping[str, ColumnType]
-    ) -> list[sql.Composed]:
-        if not self.deletes:
-            return [upsert]
-        before, after = (
-            sql.SQL(_DELETE).format(
-                table=identifier(self.table),
-                conflict=sql.Identifier(self.key[0]),
-                begun=sql.SQL(begun),
-                **self._compared(pairs, types),
-            )
-            for begun in ("EXISTS", "NOT EXISTS")
-        )
-        return [before, upsert, after]
-
     def _compared(self, pairs: Mapping[str, str], types: Mapping[str, ColumnType]) -> dict[str, sql.Composable]:
         """Return the SQL parts that compare a tombstone's key with a row's."""
         key = types[self.key[0]]
@@ -219,14 +211,10 @@ def _messages(payload: Sequence[str], placed: bool) -> sql.SQL:
 
 
 def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[str, ColumnType]) -> dict[str, str]:
-    if columns is None:
-        pairs = {name: name for name in payload}
-    elif isinstance(columns, Mapping):
-        pairs = dict(columns)
-    elif isinstance(columns, str):
+    if isinstance(columns, str):
         raise JobError(f"{table}: columns must be a list or a mapping, not {columns!r}")
-    else:
-        pairs = {name: name for name in columns}
+    names = payload if columns is None else columns
+    pairs = dict(names) if isinstance(names, Mapping) else {name: name for name in names}
     if not pairs:
         raise JobError(f"{table}: there is no column to write")
     for name in pairs:

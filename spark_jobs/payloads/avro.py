@@ -66,8 +66,7 @@ class Plan:
 
     def fields(self) -> t.StructType:
         """Return the columns. Raises JobError for a schema that has no counterpart in Spark."""
-        kind, _ = _record(_parsed(self.reader))
-        return kind
+        return _record(_parsed(self.reader))[0]
 
     def __call__(self) -> Reader:
         parsed = _parsed(self.reader)
@@ -153,17 +152,17 @@ def _parsed(schema: Schema) -> Any:
     for carrier in ("bytes", "fixed"):
         LOGICAL_READERS[f"{carrier}-{_EXACT}"] = _exact
     named: dict[str, Any] = {}
+
+    def parse(one: Schema) -> Any:
+        for _, reference in one.references:
+            parse(reference)
+        text = one.text.strip()
+        return parse_schema(_with_exact_decimals(json.loads(text) if text[:1] in '{["' else text), named_schemas=named)
+
     try:
-        return _parse(schema, named, parse_schema)
+        return parse(schema)
     except (ValueError, TypeError, KeyError, AttributeError, SchemaParseException) as error:
         raise JobError(f"schema: this is no Avro schema: {type(error).__name__}: {error}") from error
-
-
-def _parse(schema: Schema, named: dict[str, Any], parse_schema: Callable[..., Any]) -> Any:
-    for _, reference in schema.references:
-        _parse(reference, named, parse_schema)
-    text = schema.text.strip()
-    return parse_schema(_with_exact_decimals(json.loads(text) if text[:1] in '{["' else text), named_schemas=named)
 
 
 def _with_exact_decimals(schema: Any) -> Any:
@@ -188,8 +187,7 @@ def _exact(data: bytes, writer_schema: Mapping[str, Any] | None = None, reader_s
 
 
 def _names(parsed: Any) -> Mapping[str, Any]:
-    named = parsed.get("__named_schemas", {}) if isinstance(parsed, dict) else {}
-    return dict(named)
+    return dict(parsed.get("__named_schemas", {})) if isinstance(parsed, dict) else {}
 
 
 def _record(parsed: Any) -> tuple[t.StructType, Convert]:

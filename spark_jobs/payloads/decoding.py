@@ -147,13 +147,12 @@ class Avro:
 
     def __post_init__(self) -> None:
         Policy(self.unknown, self.missing)
-        if self.registry is None:
+        if _registry(self.registry) is None:
             if self.reader_schema is None:
                 raise JobError("avro: name a registry, or give reader_schema")
             if self.subject is not None:
                 raise JobError("subject: goes with a registry")
             return
-        _registry(self.registry)
         if (self.subject is None) == (self.reader_schema is None):
             raise JobError("avro: with a registry give either subject or reader_schema")
         if self.writer_schema is not None:
@@ -163,7 +162,7 @@ class Avro:
     def _planned(self) -> tuple[StructType, Plan]:
         from spark_jobs.payloads.avro import Plan
 
-        registry = None if self.registry is None else _registry(self.registry)
+        registry = _registry(self.registry)
         if self.reader_schema is not None:
             reader = _avro(self.reader_schema)
         else:
@@ -205,9 +204,7 @@ class Protobuf:
 
     def __post_init__(self) -> None:
         Policy(self.unknown)
-        if self.registry is not None:
-            _registry(self.registry)
-        elif self.subject is not None:
+        if _registry(self.registry) is None and self.subject is not None:
             raise JobError("subject: goes with a registry")
         if (self.subject is None) == (self.descriptor is None):
             raise JobError("protobuf: give either subject, with a registry, or descriptor")
@@ -221,13 +218,12 @@ class Protobuf:
     def _planned(self) -> tuple[StructType, Plan]:
         from spark_jobs.payloads import protobuf as protobuf_payload
 
-        registry = None if self.registry is None else _registry(self.registry)
-        message = self.message
+        registry, message = _registry(self.registry), self.message
         if isinstance(self.descriptor, bytes):
             files = self.descriptor
         elif self.descriptor is not None:
             described = self.descriptor.DESCRIPTOR
-            files = protobuf_payload.from_descriptor([described.file])
+            files = protobuf_payload.from_descriptor(described.file)
             message = message or described.full_name
         else:
             assert registry is not None
@@ -265,7 +261,7 @@ def _from_ddl(schema: str) -> StructType | None:
     return declared
 
 
-def _registry(registry: str | Registry) -> Registry:
+def _registry(registry: str | Registry | None) -> Registry | None:
     return Registry(registry) if isinstance(registry, str) else registry
 
 

@@ -32,7 +32,7 @@ def json_text(values: pa.Array) -> pa.Array:
     if pa.types.is_struct(kind):
         return _objects(values)
     if pa.types.is_list(kind):
-        return _arrays(values)
+        return _listed(values, json_text(values.flatten()), "[", "]")
     return _maps(values) if pa.types.is_map(kind) else _plain(values)
 
 
@@ -117,10 +117,6 @@ def _objects(values: pa.StructArray) -> pa.Array:
     ]
     inner = pc.utf8_ltrim(_joined(*fields), ",") if fields else ""
     return pc.if_else(values.is_valid(), _joined("{", inner, "}"), pa.scalar(None, pa.string()))
-
-
-def _arrays(values: pa.ListArray) -> pa.Array:
-    return _listed(values, json_text(values.flatten()), "[", "]")
 
 
 def _maps(values: pa.MapArray) -> pa.Array:

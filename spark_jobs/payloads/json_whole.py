@@ -354,8 +354,9 @@ def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
         return column.cast(pa.decimal128(kind.precision, kind.scale))
     if inside and type(kind) is t.DoubleType and _doubtful(column).any():
         raise pa.ArrowInvalid("a double that may be another number")
-    finish = _FINISH.get(type(kind))
-    return column if finish is None else finish(column)
+    if type(kind) is t.TimestampType:
+        return _of_the_form(column, _TIME).cast(pa.timestamp("us", "UTC"))
+    return _of_the_form(column, _DAY).cast(pa.date32()) if type(kind) is t.DateType else column
 
 
 def _doubtful(column: pa.Array) -> Any:
@@ -366,20 +367,8 @@ def _doubtful(column: pa.Array) -> Any:
     return ~(np.abs(numbers) < _WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
 
 
-def _times(texts: pa.Array) -> pa.Array:
-    """Parse times. Raises pa.ArrowInvalid unless all are in the common form."""
-    return _of_the_form(texts, _TIME).cast(pa.timestamp("us", "UTC"))
-
-
-def _days(texts: pa.Array) -> pa.Array:
-    """Parse dates. Raises pa.ArrowInvalid unless all are in the common form."""
-    return _of_the_form(texts, _DAY).cast(pa.date32())
-
-
 def _of_the_form(texts: pa.Array, pattern: str) -> pa.Array:
+    """Return the texts. Raises pa.ArrowInvalid unless all are in the common form."""
     if pc.all(pc.match_substring_regex(texts, pattern)).as_py() is False:
         raise pa.ArrowInvalid("not all of the common form")
     return texts
-
-
-_FINISH: Final[dict[type[t.DataType], Any]] = {t.TimestampType: _times, t.DateType: _days}

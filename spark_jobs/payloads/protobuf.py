@@ -7,7 +7,7 @@ import functools
 import importlib
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -57,8 +57,7 @@ class Plan:
 
     def fields(self) -> t.StructType:
         """Return the columns. Raises JobError for a message type that has no counterpart in Spark."""
-        kind, _ = _struct(self._class().DESCRIPTOR, "", (), self.policy)
-        return kind
+        return _struct(self._class().DESCRIPTOR, "", (), self.policy)[0]
 
     def __call__(self) -> Reader:
         from google.protobuf.message import DecodeError
@@ -135,21 +134,22 @@ def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
     return descriptor_pb2.FileDescriptorSet(file=files.values()).SerializeToString(), message
 
 
-def from_descriptor(files: Iterable[Any]) -> bytes:
-    """Return a FileDescriptorSet of these FileDescriptors and all that they import."""
+def from_descriptor(file: Any) -> bytes:
+    """Return a FileDescriptorSet of a FileDescriptor and all that it imports."""
     from google.protobuf import descriptor_pb2
 
-    found: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    _add(file, files)
+    return bytes(descriptor_pb2.FileDescriptorSet(file=files.values()).SerializeToString())
 
-    def add(file: Any) -> None:
-        if file.name not in found:
-            for imported in file.dependencies:
-                add(imported)
-            found[file.name] = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
 
-    for file in files:
-        add(file)
-    return bytes(descriptor_pb2.FileDescriptorSet(file=found.values()).SerializeToString())
+def _add(file: Any, files: dict[str, Any]) -> None:
+    from google.protobuf import descriptor_pb2
+
+    if file.name not in files:
+        for imported in file.dependencies:
+            _add(imported, files)
+        files[file.name] = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
 
 
 def _collect(schema: Schema, name: str | None, files: dict[str, Any]) -> Any:
@@ -170,18 +170,13 @@ def _collect(schema: Schema, name: str | None, files: dict[str, Any]) -> Any:
 
 def _common(name: str, files: dict[str, Any]) -> None:
     """Add a file that comes with Protobuf, or with googleapis-common-protos if that is installed."""
-    from google.protobuf import descriptor_pb2
-
     if not _COMMON.fullmatch(name):
         raise JobError(f"descriptor: the schema imports {name}, and has no reference to it")
     try:
-        file = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2").DESCRIPTOR
+        module = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2")
     except ImportError as error:
         raise JobError(f"descriptor: the schema imports {name}; install googleapis-common-protos") from error
-    for imported in file.dependencies:
-        if imported.name not in files:
-            _common(imported.name, files)
-    files[name] = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
+    _add(module.DESCRIPTOR, files)
 
 
 def _file(schema: Schema) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args, get_type_hints, runtime_checkable
 
 from outbox.consumer.errors import JobError
 
@@ -49,11 +49,8 @@ class Policy:
     wrong: Literal["dead-letter", "null"] = "dead-letter"
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("unknown", ("ignore", "dead-letter")),
-            ("missing", ("null", "dead-letter")),
-            ("wrong", ("dead-letter", "null")),
-        ):
+        for name, kind in get_type_hints(Policy).items():
+            allowed = get_args(kind)
             if getattr(self, name) not in allowed:
                 raise JobError(f"{name}: must be {allowed[0]!r} or {allowed[1]!r}, not {getattr(self, name)!r}")
 

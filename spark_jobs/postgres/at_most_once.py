@@ -29,8 +29,7 @@ To a task, and to a round with ``atomic="batch"``, it looks like the other one: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
@@ -113,7 +112,5 @@ class AtMostOnceTransaction(PostgresTransaction):
             for partition, (span, _) in sorted(self._ahead.items()):
                 self._group.lose(connection, self._sink.generation, partition, span.start)
 
-    @contextmanager
-    def _session(self) -> Iterator[psycopg.Connection[Any]]:
-        with connections.transaction(self._sink.url, self._name, reset=False) as connection:
-            yield connection
+    def _session(self) -> AbstractContextManager[psycopg.Connection[Any]]:
+        return connections.transaction(self._sink.url, self._name, reset=False)

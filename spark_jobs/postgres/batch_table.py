@@ -177,7 +177,8 @@ class BatchTable:
             raise RejectedRecords(rejected)
 
     def count(self) -> int:
-        return int(self._one("SELECT count(*) FROM batch"))
+        [(count,)] = self._cursor.execute("SELECT count(*) FROM batch").fetchall()
+        return int(count)
 
     def per_partition(self) -> dict[tuple[str, int], int]:
         """Return the number of rows in ``batch`` for each topic and partition."""
@@ -345,11 +346,6 @@ class BatchTable:
             if callable(self._effect):
                 self._kept.append(batch.select(list(self._columns)))
             yield batch
-
-    def _one(self, query: str) -> Any:
-        row = self._cursor.execute(query.encode()).fetchone()
-        assert row is not None
-        return row[0]
 
 
 def _in_query(name: str) -> sql.SQL:

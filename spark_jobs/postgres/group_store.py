@@ -117,7 +117,7 @@ class StoredGroup:
 
 
 class PostgresGroupStore:
-    """One group's rows. ``owner`` is only informative; the generation identifies the consumer."""
+    """One group's rows: see sink.GroupStore. ``owner`` is only informative; the generation identifies the consumer."""
 
     def __init__(self, url: str, schema: str, group: str, owner: str) -> None:
         self.url = url
@@ -233,7 +233,6 @@ class PostgresGroupStore:
                 self.rows.require(connection, generation)
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
-        """Return the keys of the group's dead letters, with their topics."""
         rows = self._read(KEYS, topics=list(topics))
         return {(topic, bytes(key)): None for topic, key in rows}
 
@@ -266,7 +265,6 @@ class PostgresGroupStore:
         return self._named(_RETRIED, elsewhere=self._named(ELSEWHERE, retried=sql.SQL(RETRIED)))
 
     def failed_again(self, failed: Iterable[tuple[int, RejectedRecord]], generation: int) -> None:
-        """Count another attempt of dead letters. Raises Fenced."""
         with self.transaction() as connection:
             self.rows.require(connection, generation)
             for number, record in failed:

@@ -51,16 +51,14 @@ class LockMonitor:
         self._report = report
         self._check_seconds = check_seconds
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="outbox-blockers", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._run, name="outbox-blockers", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        assert self._thread is not None
         # A daemon thread with timeouts of its own: a server that does not answer must not keep a driver from ending.
         self._thread.join(1.0)
 

@@ -206,7 +206,7 @@ def test_any_bytes_give_a_protobuf_message_or_a_problem(value):
 
 # A message of Protobuf's own that has most kinds of fields, and enums.
 PROTOBUF_FIELD = protobuf_payload.Plan(
-    protobuf_payload.from_descriptor([descriptor_pb2.DESCRIPTOR]),
+    protobuf_payload.from_descriptor(descriptor_pb2.DESCRIPTOR),
     "google.protobuf.FieldDescriptorProto",
     None,
     Policy(),
