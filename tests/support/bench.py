@@ -137,9 +137,11 @@ class Bench:
         """Send events of these orders, each number of one after the other; wait for all of them."""
         self.produce((order(name, seq), name, part) for seq in seqs for name in names)
 
-    def in_transaction(self) -> Producer:
+    def in_transaction(self, name: str = "") -> Producer:
         """Return a producer of this topic that has begun a transaction."""
-        producer = Producer({"bootstrap.servers": self.topics.bootstrap_servers, "transactional.id": self.topic})
+        producer = Producer(
+            {"bootstrap.servers": self.topics.bootstrap_servers, "transactional.id": f"{self.topic}{name}"}
+        )
         producer.init_transactions(30)
         producer.begin_transaction()
         return producer

@@ -77,8 +77,8 @@ class Message:
         return 7
 
 
-def messages(*numbers: int, at: int = BEGIN) -> list[Message]:
-    return [Message(number, at + n) for n, number in enumerate(numbers)]
+def messages(*numbers: int, at: int = BEGIN, part: int = 0) -> list[Message]:
+    return [Message(number, at + n, part) for n, number in enumerate(numbers)]
 
 
 class Side(Protocol):

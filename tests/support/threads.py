@@ -23,8 +23,10 @@ class Threads:
         self,
         work: Mapping[str, Callable[[], None]],
         *,
+        seconds: float | None = _END_SECONDS,
         stop: threading.Event | None = None,
     ) -> None:
+        self._seconds = seconds
         self._stop = stop or threading.Event()
         self._errors: list[BaseException] = []
         self._threads = [
@@ -51,7 +53,7 @@ class Threads:
     def _join(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(_END_SECONDS)
+            thread.join(self._seconds)
 
     def _noting_errors(self, work: Callable[[], None]) -> None:
         try:

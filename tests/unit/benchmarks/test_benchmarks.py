@@ -21,8 +21,8 @@ from benchmarks.harness.servers import BenchError
 from benchmarks.harness.topic import Appended, Tally
 
 
-def tally(*numbers: int) -> Tally:
-    counted = Tally(0, 4)
+def tally(*numbers: int, first: int = 0, count: int = 4) -> Tally:
+    counted = Tally(first, count)
     for number in numbers:
         counted.add(f"order-{number % 2}".encode(), b'{"n": %d, "pad": "1"}' % number)
     return counted

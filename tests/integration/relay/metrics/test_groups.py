@@ -234,15 +234,15 @@ class Waiting:
     def __init__(self, admin: psycopg.Connection[Any]) -> None:
         self.admin = admin
 
-    def dead(self, count: int, state: str = "dead") -> None:
+    def dead(self, count: int, group: str = "g", state: str = "dead", part: int = 0) -> None:
         """Add dead letters of the group's topic, each with a message of 1 kB."""
         self.admin.execute(
             "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_value,"
             " message_headers, message_time, reason, error, state) "
-            "SELECT o.grp, o.topic, o.topic_id, o.part, coalesce((SELECT max(id) FROM consumer.dead_letters), 0) + n,"
+            "SELECT %s, o.topic, o.topic_id, o.part, coalesce((SELECT max(id) FROM consumer.dead_letters), 0) + n,"
             " convert_to(repeat(md5(n::text), 32), 'UTF8'), '{}', now(), 'rejected', 'why', %s "
-            "FROM consumer.offsets AS o, generate_series(1, %s) AS n WHERE o.grp = 'g' AND o.part = 0",
-            (state, count),
+            "FROM consumer.offsets AS o, generate_series(1, %s) AS n WHERE o.grp = 'g' AND o.part = %s",
+            (group, state, count, part),
         )
 
     def lost(self, count: int, group: str = "g") -> None:

@@ -21,11 +21,16 @@ class Killed(Exception):
     """As if the process had ended there."""
 
 
-def killed_at(monkeypatch, method: str) -> None:
-    """Have the call of a method end the command."""
+def killed_at(monkeypatch, method: str, nth: int = 1) -> None:
+    """Have the nth call of a method end the command."""
+    calls = []
+    original = getattr(Cdc, method)
 
-    def dying(*_: Any) -> None:
-        raise Killed
+    def dying(self: Cdc, *arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            raise Killed
+        return original(self, *arguments, **options)
 
     monkeypatch.setattr(Cdc, method, dying)
 

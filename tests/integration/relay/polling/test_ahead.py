@@ -21,15 +21,15 @@ from relay.polling.source import PollingSource
 __all__ = ["quick_marks", "workers"]
 
 
-def busy(worker: Worker, source: PollingSource) -> tuple[Batches, dict[int, list[int]]]:
+def busy(worker: Worker, source: PollingSource, batch: int = 20) -> tuple[Batches, dict[int, list[int]]]:
     """A source in the middle of a drain, with the next turn asked for. Gives this turn, and what was before."""
     seen: dict[int, list[int]] = {}
     for _ in range(3):
-        fetched = source.fetch(worker.limits(20))
+        fetched = source.fetch(worker.limits(batch))
         note(seen, fetched.batches)
         settle(source, fetched.batches)
-    fetched = source.fetch(worker.limits(20))
-    assert all(len(claims) == 20 for claims in fetched.batches.values())
+    fetched = source.fetch(worker.limits(batch))
+    assert all(len(claims) == batch for claims in fetched.batches.values())
     assert source.session.ahead is not None
     return fetched.batches, seen
 

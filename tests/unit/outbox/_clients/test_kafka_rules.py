@@ -10,10 +10,10 @@ from outbox._clients.kafka_rules import LastingRefusal, fatal_cause, is_fenced
 REFUSED = KafkaError(KafkaError._AUTHENTICATION, "SASL SCRAM-SHA-512 mechanism handshake failed: Local: Timed out")
 
 
-def fatal(code: int) -> KafkaError:
+def fatal(code: int, beginning: str = "ConsumerGroupHeartbeat fatal error: ") -> KafkaError:
     """What a consumer's message has (rd_kafka_set_fatal_error0)."""
     text = KafkaError(code).str()
-    return KafkaError(KafkaError._FATAL, f"Fatal error: {text}: ConsumerGroupHeartbeat fatal error: {text}")
+    return KafkaError(KafkaError._FATAL, f"Fatal error: {text}: {beginning}{text}")
 
 
 @pytest.mark.parametrize(

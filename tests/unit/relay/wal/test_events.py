@@ -22,8 +22,8 @@ BEGIN = struct.pack(">cQqI", b"B", 900, 0, 77)
 COMMIT = struct.pack(">cBQQq", b"C", 0, 900, 950, 0)
 
 
-def insert(*texts: bytes) -> bytes:
-    head = b"I" + struct.pack(">IcH", OID, b"N", len(texts))
+def insert(*texts: bytes, oid: int = OID) -> bytes:
+    head = b"I" + struct.pack(">IcH", oid, b"N", len(texts))
     return head + b"".join(b"t" + struct.pack(">i", len(text)) + text for text in texts)
 
 
