@@ -33,6 +33,7 @@ from typing import Any, Final, Self
 import psycopg
 from psycopg import pq
 from psycopg.abc import Params
+from psycopg.rows import tuple_row
 
 from outbox._clients.pipeline import pipeline
 
@@ -53,7 +54,7 @@ def is_pooled(connection: psycopg.Connection[Any]) -> bool:
 
     It is recognized by the process id announced at connect, which differs from that of the process that answers.
     """
-    [(pid,)] = psycopg.Cursor(connection).execute("SELECT pg_catalog.pg_backend_pid()")
+    [(pid,)] = psycopg.Cursor(connection, row_factory=tuple_row).execute("SELECT pg_catalog.pg_backend_pid()")
     return bool(pid != connection.info.backend_pid)
 
 
@@ -61,7 +62,7 @@ def is_pooled(connection: psycopg.Connection[Any]) -> bool:
 def pinned_transaction(connection: psycopg.Connection[Any]) -> Iterator[str]:
     """Open a transaction whose names mean pg_catalog's. Yields the search path of the session; see ``restore_path``."""
     with connection.transaction():
-        [(path, _)] = psycopg.Cursor(connection).execute(_PIN_RETURNING_PATH)
+        [(path, _)] = psycopg.Cursor(connection, row_factory=tuple_row).execute(_PIN_RETURNING_PATH)
         yield path
 
 

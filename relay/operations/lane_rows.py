@@ -1,7 +1,7 @@
 """The rows of lanes, and which of them are on Kafka. For reconcile.py."""
 
 import datetime as dt
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -82,7 +82,9 @@ SELECT seen.event_id::text, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(e
 
 _FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found GROUP BY lane"
 
-_FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id"
+_FOUND_IDS: Final = """
+SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
+ WHERE found GROUP BY lane ORDER BY lane"""
 
 _SUPERSEDED: Final = """
 SELECT lane, array_agg(event_id::text ORDER BY id) FROM pg_temp.outbox_reconcile
@@ -223,10 +225,9 @@ class LaneRows:
     def found(self) -> dict[int, int]:
         return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
 
-    def found_ids(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield each lane with the event ids of its listed rows that are on Kafka, or superseded there."""
-        for lane in sorted(self.found()):
-            yield lane, [event_id for (event_id,) in self.run(_FOUND_IDS, (lane,), "reading what is found")]
+    def found_ids(self) -> dict[int, list[str]]:
+        """Return the event ids of the listed rows that are on Kafka, or superseded there, by lane."""
+        return dict(self.run(_FOUND_IDS, (), "reading what is found"))
 
     def superseded(self) -> dict[int, list[str]]:
         """Return the event ids of the listed rows that are superseded, by lane."""

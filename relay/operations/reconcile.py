@@ -451,7 +451,7 @@ class Reconciler:
         """Record what will be settled, for each lane."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             superseded = self._rows.superseded()
-            for lane, ids in self._rows.found_ids():
+            for lane, ids in self._rows.found_ids().items():
                 self._note_settled("reconcile settles", reason, ids, superseded.get(lane, ()), {"lane": lane})
 
     def _note_settled(

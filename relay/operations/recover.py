@@ -210,7 +210,7 @@ class Recovery(Reconciler):
             relays,
             [place for place, sure in places if sure],
             [place for place, sure in places if not sure],
-            dict(self._rows.found_ids()),
+            self._rows.found_ids(),
             [event_id for (event_id,) in compared(statements.CHANGED)],
             [*chain.from_iterable(self._rows.superseded().values()), *superseded],
             scheduled,
@@ -258,7 +258,7 @@ class Recovery(Reconciler):
             self.repair(Findings(broken, []), reason)
         else:
             self._settle([state.lane for state in broken], reason)
-        settled = dict(self._rows.found_ids())
+        settled = self._rows.found_ids()
         if found.scheduled:
             ids = [row.id for row in found.scheduled]
             self._rows.run(statements.UNSCHEDULE, {"ids": ids}, "deleting scheduled events")

@@ -217,8 +217,8 @@ class Retention:
         oldest = today - dt.timedelta(days=self._days)
         end = today + dt.timedelta(days=_AHEAD + 1)
         default = sql.Literal(self._default.as_string(connection))
-        ((readable,),) = connection.execute(sql.SQL(_READABLE).format(default=default)).fetchall()
         ranges = self._ranges(connection)
+        ((readable,),) = connection.execute(sql.SQL(_READABLE).format(default=default)).fetchall()
         rows: dict[dt.date, int] = {}
         # Without the right to read them there is none to delete or move them either.
         if readable:

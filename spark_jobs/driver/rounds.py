@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, assert_never
 
 from outbox.consumer.errors import EffectFailed, Interrupted
 from outbox.consumer.letters import DeadLetter, RetryRecord
@@ -241,7 +241,7 @@ class Rounds:
                 raise _not_deterministic() from error
             return span.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
 
-    def _settle(
+    def _settle(  # noqa: C901  one case for each outcome
         self, span: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to retry. Raises errors that end the round."""
@@ -269,9 +269,19 @@ class Rounds:
                 case RangeOutcome.FALLBACK:
                     self._context.slow_down(partition)
                     again.append(partition)
-                case ending:
-                    assert ending in ENDING
+                case (
+                    RangeOutcome.FENCED
+                    | RangeOutcome.BROKEN
+                    | RangeOutcome.MOVED
+                    | RangeOutcome.DENIED
+                    | RangeOutcome.CORRUPT
+                    | RangeOutcome.CUT
+                    | RangeOutcome.INTERRUPTED
+                    | RangeOutcome.UNAVAILABLE
+                ):
                     ends = True
+                case _:
+                    assert_never(one.outcome)
         if empty and not ends:
             self._step_over(span.only(empty), state, generation)
         self._raise(results, rejected)

@@ -73,6 +73,6 @@ def test_a_password_that_stays_wrong_ends_it(secured, topic, outbox_postgres, mo
     with pytest.raises(KafkaFailed, match="look at the credentials"):
         Consumer(outbox_postgres.url, [topic], group=topic, kafka=kafka).run(lambda *_: None)
     # Its producer asks first: the consumer does not connect before that is answered.
-    monkeypatch.setattr(_session, "_SECONDS", 2.0)
+    monkeypatch.setattr(_session, "SECONDS", 2.0)
     with pytest.raises(KafkaRefused, match=r"SASL authentication error.*look at the credentials"):
         Transformer(lambda _: [], topics=[topic], group=topic, kafka=kafka).run()

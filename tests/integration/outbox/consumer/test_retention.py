@@ -59,11 +59,11 @@ def test_many_days_are_made_in_steps_and_those_of_new_messages_first(sink, monke
     sink.remember("g", sink.day(2), 0)
     make, tried = IdRetention._make, []
 
-    def full_once(self, connection, name, low):
-        tried.append(low)
+    def full_once(self, connection, day):
+        tried.append(day)
         if len(tried) == 6:
             raise errors.OutOfMemory("out of shared memory")
-        return make(self, connection, name, low)
+        return make(self, connection, day)
 
     monkeypatch.setattr(IdRetention, "_make", full_once)
     first = sink.memory.make()
