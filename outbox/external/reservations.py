@@ -16,7 +16,7 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import dict_row
+from psycopg.rows import dict_row, tuple_row
 from psycopg.types.json import Jsonb, set_json_loads
 
 from outbox._clients import blocks
@@ -315,7 +315,7 @@ class Reservations:
 
         None: there is no such call.
         """
-        with pinned_transaction(connection), connection.cursor() as cursor:
+        with pinned_transaction(connection), connection.cursor(row_factory=tuple_row) as cursor:
             row = self._run(cursor, _LEFT).fetchone()
         return None if row is None else float(row[0])
 

@@ -15,6 +15,7 @@ import external_support
 import psycopg
 import pytest
 from external_support import Sink, in_thread, lease_runs_out, outbox_cli, payments, provider, sink
+from psycopg.rows import dict_row
 from support import wait_until
 from typer.testing import CliRunner
 
@@ -48,6 +49,19 @@ def test_each_reservation_is_called_once_and_settled_with_its_sql(sink, provider
     assert all(set(response) == {"charge"} and error is None and at for response, error, at in answers)
     assert sink.drain(external) == {}
     assert len(provider.requests()) == 20
+
+
+def test_the_sessions_that_are_given_may_have_rows_of_another_kind(sink, provider):
+    external = payments(provider.url)
+    sink.reserve(external, ["o1"])
+
+    def connect():
+        connection = sink.connect()
+        connection.row_factory = dict_row
+        return connection
+
+    assert external.drain(connect, threading.Event()).confirmed == 1
+    assert sink.orders() == {"o1": ("paid", 1)}
 
 
 def test_whatever_becomes_of_the_answer_the_effect_counts_once(sink, provider):
