@@ -213,18 +213,22 @@ class Place:
         return worker
 
     def add(self, count: int | None = None) -> None:
-        """Add events: so many, and more until every lane has some; None: until every lane has six, for several turns.
+        """Add events: so many, and more until every lane has one of them; None: six of them, for several turns.
 
         A key's lane depends on the type's random name.
         """
         least = 6 if count is None else 1
         count = 60 if count is None else count
+        first = f"k{self.count:04}"
         lanes: list[tuple] = []
         while lanes != [(LANES,)]:
             self.tables.add(*[f"k{n:04}" for n in range(self.count, self.count + count)], kind=self.kind)
             self.count += count
             lanes = self.tables.run(
-                "SELECT count(*) FROM (SELECT FROM outbox.events GROUP BY lane HAVING count(*) >= %s) AS lanes", least
+                "SELECT count(*) FROM (SELECT FROM outbox.events WHERE aggregate_id >= %s "
+                "GROUP BY lane HAVING count(*) >= %s) AS lanes",
+                first,
+                least,
             )
             count = 10
 
