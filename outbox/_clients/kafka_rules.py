@@ -98,6 +98,12 @@ def is_refusal(error: KafkaError) -> bool:
     }
 
 
+def is_silence(error: KafkaException) -> bool:
+    """Return whether a request was not answered in time. Its client may never be answered: see ``KafkaAdmin``."""
+    inner = error.args[0]
+    return isinstance(inner, KafkaError) and inner.code() == KafkaError._TIMED_OUT  # noqa: SLF001
+
+
 def is_fatal(error: KafkaError) -> bool:
     """Return whether the client can't be used any more. In a consumer's message only the code says so, not the flag."""
     return error.fatal() or error.code() == KafkaError._FATAL  # noqa: SLF001

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
 
@@ -21,11 +21,12 @@ from confluent_kafka.admin import ConfigResource, OffsetSpec  # type: ignore[att
 
 from outbox._clients.kafka import Certificates, complete
 from outbox._clients.kafka_client import EARLIEST, LATEST, STALE, Admin, answered, silent_logger
-from outbox._clients.kafka_rules import cut_logs, is_refusal
+from outbox._clients.kafka_rules import cut_logs, is_refusal, is_silence
 from outbox.consumer import patience
 from outbox.consumer.errors import ConsumerError
 from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.model import Loss, LossKind, OffsetBounds, Partition, StoredOffset
+from outbox.errors import ConfigurationError
 
 _T = TypeVar("_T")
 
@@ -100,23 +101,29 @@ class KafkaAdmin:
         self._refusals: deque[KafkaError] = deque(maxlen=1)
         # Set when the next request needs another client.
         self._useless = threading.Event()
-        self._connect()
+        self._admin = self._connected()
+        # Closed with requests in flight, a client may leave them without an end.
+        self._former: list[tuple[Admin, float]] = []
         self._committers: dict[str, _PositionCommitter] = {}
         self._verified: dict[Partition, tuple[int, int, int | None]] = {}
 
-    def _connect(self) -> None:
-        self._admin = Admin(self._options, functools.partial(_hear, self._refusals))
-        self._useless.clear()
+    def _connected(self) -> Admin:
+        return Admin(self._options, functools.partial(_hear, self._refusals))
 
     def _client(self) -> Admin:
-        """Return the client: another one after a request that was not answered in time.
+        """Return the client: another one after a request that failed, or was not answered in time.
 
         A client without topics asks for no metadata by itself. If its controller is gone, or a broker that had just
         started named no brokers, its requests time out however long the brokers have been back. So do those of a client
         whose certificates are no longer accepted.
         """
         if self._useless.is_set():
-            self._connect()
+            now = time.monotonic()
+            former = [(admin, until) for admin, until in self._former if until > now]
+            # Certificates that are just being replaced may be refused: the next request tries again.
+            with suppress(ConfigurationError):
+                self._admin, self._former = self._connected(), [*former, (self._admin, now + self._seconds)]
+                self._useless.clear()
         return self._admin
 
     def look(
@@ -245,8 +252,7 @@ class KafkaAdmin:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
         explained = self._admin.errors.explained(error, self._admin)
         refused = self._refusals.pop() if self._refusals else explained.args[0]
-        if _is_silence(error):
-            self._useless.set()
+        self._useless.set()
         servers = self._options.get("bootstrap.servers")
         return of_kafka(
             refused, f"Kafka at {servers}" if is_refusal(refused) else f"Kafka does not answer at {servers}"
@@ -437,12 +443,8 @@ def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
 
 def _note_silence(useless: threading.Event, future: Future[Any]) -> None:
     error = future.exception()
-    if isinstance(error, KafkaException) and _is_silence(error):
+    if isinstance(error, KafkaException) and is_silence(error):
         useless.set()
-
-
-def _is_silence(error: KafkaException) -> bool:
-    return _code(error) == KafkaError._TIMED_OUT  # noqa: SLF001  a documented name, in spite of the underscore
 
 
 def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:

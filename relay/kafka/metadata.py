@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException
@@ -12,6 +12,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 
 from outbox._clients.kafka_client import Admin
+from outbox._clients.kafka_rules import is_silence
 
 _SHARED_SECONDS: Final = 1.0
 
@@ -19,7 +20,7 @@ _SHARED_SECONDS: Final = 1.0
 class SharedMetadata:
     """The metadata of all topics, and settings of some. An answer or a failure serves for a second. Not thread-safe.
 
-    admin  the client that asks; another one after each failure.
+    admin  the client that asks; another one after each failure of ``topics``, and where ``note`` says so.
     """
 
     def __init__(self, options: Mapping[str, Any], clock: Callable[[], float]) -> None:
@@ -32,6 +33,11 @@ class SharedMetadata:
 
     def forget(self) -> None:
         self._answer = None
+
+    def note(self, errors: Iterable[KafkaException]) -> None:
+        """Note how requests failed, when none is in flight: after a time-out another client asks."""
+        if any(map(is_silence, errors)):
+            self.admin = Admin(self._options)
 
     def topics(self, seconds: float, since: float = float("-inf")) -> ClusterMetadata:
         """Return the metadata, waiting for at most ``seconds``. Raises KafkaException when no broker answers.
@@ -63,9 +69,12 @@ class SharedMetadata:
                 answers = self.admin.describe_configs(list(wanted.values()), request_timeout=seconds)
             except KafkaException:
                 answers = {}
+            failed = []
             for name, resource in wanted.items():
                 try:
                     self._min_in_sync[name] = int(answers[resource].result()["min.insync.replicas"].value)
-                except (KafkaException, KeyError):
+                except (KafkaException, KeyError) as error:
                     self._min_in_sync[name] = None
+                    failed += [error] if isinstance(error, KafkaException) else []
+            self.note(failed)
         return self._min_in_sync[topic]

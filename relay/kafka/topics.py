@@ -245,16 +245,18 @@ class Topics:
         described = self._metadata.admin.describe_topics(
             TopicCollection(sorted(topics)), include_authorized_operations=True, request_timeout=_METADATA_SECONDS
         )
-        found = []
+        found, failed = [], []
         for topic, future in described.items():
             try:
                 operations = future.result().authorized_operations
             except KafkaException as error:
+                failed.append(error)
                 if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
                     continue
                 operations = []
             if operations is not None and AclOperation.WRITE not in operations:
                 found.append(topic)
+        self._metadata.note(failed)
         for topic in found:
             self.refused(topic, FORBIDDEN.format(topic=topic))
         return found
@@ -353,6 +355,7 @@ class Topics:
                 raise self._refuse(
                     topic, f"topic {topic!r} can't be created: {text_of(error)}; {_NOT_CREATED[code]}"
                 ) from error
+            self._metadata.note([error])
             raise BrokerUnavailable(f"Kafka, creating topic {topic!r}: {text_of(error)}") from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaException
+from kafka_proxy import METADATA, delay_response
 from support import wait_until
 
 from outbox._clients.kafka_client import Admin
@@ -72,14 +73,36 @@ def test_so_it_is_where_nobody_waits_for_the_answer(deaf, what):
     wait_until(lambda: error() is None, what="the answer")
 
 
-def test_what_is_asked_and_not_answered_ends_with_its_client(deaf):
+def test_what_was_asked_before_ends_although_another_client_asks_now(mortal_network):
+    cluster, proxy = mortal_network
+    with Topics(cluster.bootstrap_servers) as topics:
+        topic = topics.create_topic(topics.name("t"), 1)
+        view = KafkaAdmin({"bootstrap.servers": proxy.address})
+        assert view.ends([(topic, 0)]) == {(topic, 0): 0}
+        # And what follows on the connection.
+        proxy.on(METADATA, delay_response())
+        # A client that is closed while answers are awaited leaves some of these without an end.
+        left = [view.describe([topic], 3.0)[topic] for _ in range(3)]
+        view._seconds = SECONDS
+        with pytest.raises(ConsumerUnavailable):
+            view.ends([(topic, 0)])
+        view._seconds = 30.0
+        assert view.ends([(topic, 0)]) == {(topic, 0): 0}
+        assert all(isinstance(one.exception(60), KafkaException) for one in left)
+        proxy.clear()
+        proxy.release()
+
+
+def test_the_client_stays_while_another_one_can_not_be_made(deaf, nobody):
     view, topic = deaf
-    view._seconds = 60.0
-    left = view.describe([topic])[topic]
-    view._seconds = SECONDS
-    with pytest.raises(ConsumerUnavailable):
-        view.ends([(topic, 0)])
+    usual = dict(view._options)
+    # As while its certificates are being replaced.
+    view._options["ssl.ca.location"] = "/nowhere"
+    view._options["security.protocol"] = "ssl"
+    for _ in range(2):
+        with pytest.raises(ConsumerUnavailable):
+            view.ends([(topic, 0)])
+    view._options.clear()
+    view._options.update(usual)
     view._seconds = 30.0
     assert view.ends([(topic, 0)]) == {(topic, 0): 0}
-    with pytest.raises(KafkaException):
-        left.result(30)

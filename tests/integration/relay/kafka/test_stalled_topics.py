@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 
 from outbox._clients.kafka_client import Admin
+from outbox.testing.fixtures import Topics as NewTopics
 from relay.core.ports import TopicUnusable
+from relay.kafka.metadata import SharedMetadata
 from relay.kafka.topics import Topics, Unanswered
 
 NAMES = [f"stalled-{number}" for number in range(100)]
@@ -87,3 +91,15 @@ def test_readiness_does_not_wait_for_an_answer(outbox_kafka, monkeypatch):
     turn.join()
     assert not waited
     assert topics.reasons().keys() == set(NAMES)
+
+
+def test_another_client_asks_once_settings_were_not_answered(outbox_kafka):
+    with NewTopics(outbox_kafka.bootstrap_servers) as made, socket.create_server(("127.0.0.1", 0)) as nobody:
+        name = made.create_topic(made.name("t"), 1)
+        metadata = SharedMetadata({"bootstrap.servers": outbox_kafka.bootstrap_servers}, time.monotonic)
+        # A client that lost the controller: it knows topics, and its other requests time out.
+        metadata.admin = Admin({"bootstrap.servers": f"127.0.0.1:{nobody.getsockname()[1]}"})
+        assert metadata.min_in_sync(name, [], 0.5) is None
+        metadata.forget()
+        assert name in metadata.topics(30.0).topics
+        assert metadata.min_in_sync(name, [], 30.0) == 1
