@@ -98,10 +98,9 @@ def is_refusal(error: KafkaError) -> bool:
     }
 
 
-def is_silence(error: KafkaException) -> bool:
+def is_silence(error: KafkaError) -> bool:
     """Return whether a request was not answered in time. Its client may never be answered: see ``KafkaAdmin``."""
-    inner = error.args[0]
-    return isinstance(inner, KafkaError) and inner.code() == KafkaError._TIMED_OUT  # noqa: SLF001
+    return error.code() == KafkaError._TIMED_OUT  # noqa: SLF001
 
 
 def is_fatal(error: KafkaError) -> bool:

@@ -443,7 +443,7 @@ def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
 
 def _note_silence(useless: threading.Event, future: Future[Any]) -> None:
     error = future.exception()
-    if isinstance(error, KafkaException) and is_silence(error):
+    if isinstance(error, KafkaException) and is_silence(error.args[0]):
         useless.set()
 
 

@@ -36,7 +36,7 @@ class SharedMetadata:
 
     def note(self, errors: Iterable[KafkaException]) -> None:
         """Note how requests failed, when none is in flight: after a time-out another client asks."""
-        if any(map(is_silence, errors)):
+        if any(is_silence(error.args[0]) for error in errors):
             self.admin = Admin(self._options)
 
     def topics(self, seconds: float, since: float = float("-inf")) -> ClusterMetadata:

@@ -123,11 +123,11 @@ class RecoveryWatch(Threads):
         if not self._unread:
             return
         writer, number = writer_and_number(event)
-        if self._stopped_at is not None and number >= self._stopped_at.get(writer, 0):
-            self._stopped_at = None
-            self._clock.start()
-        now = self._clock.seconds()
         with self._lock:
+            if self._stopped_at is not None and number >= self._stopped_at.get(writer, 0):
+                self._stopped_at = None
+                self._clock.start()
+            now = self._clock.seconds()
             unread = [each for each in self.recoveries if each.first_read is None]
             for each in unread:
                 # Begun after the healing, so committed after it.

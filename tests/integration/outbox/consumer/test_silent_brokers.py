@@ -24,19 +24,19 @@ SECONDS = 0.5
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
+def silent_address() -> Iterator[str]:
     """An address where connections are accepted, and nothing is answered."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
 @pytest.fixture
-def deaf(outbox_kafka, nobody) -> Iterator[tuple[KafkaAdmin, str]]:
+def deaf(outbox_kafka, silent_address) -> Iterator[tuple[KafkaAdmin, str]]:
     """A group's requests, whose client gets no answer any more, and a topic."""
     with Topics(outbox_kafka.bootstrap_servers) as topics:
         topic = topics.create_topic(topics.name("t"), 2)
         view = KafkaAdmin({"bootstrap.servers": outbox_kafka.bootstrap_servers}, seconds=SECONDS)
-        view._admin = Admin({"bootstrap.servers": nobody})
+        view._admin = Admin({"bootstrap.servers": silent_address})
         yield view, topic
 
 
@@ -59,7 +59,7 @@ def test_another_client_has_the_answer(deaf, name):
 
 
 @pytest.mark.parametrize("what", ["topics", "group"])
-def test_so_it_is_where_nobody_waits_for_the_answer(deaf, what):
+def test_so_it_has_where_the_answer_is_not_awaited(deaf, what):
     view, topic = deaf
 
     def error() -> BaseException | None:
@@ -93,7 +93,7 @@ def test_what_was_asked_before_ends_although_another_client_asks_now(mortal_netw
         proxy.release()
 
 
-def test_the_client_stays_while_another_one_can_not_be_made(deaf, nobody):
+def test_the_client_stays_while_another_one_cannot_be_made(deaf):
     view, topic = deaf
     usual = dict(view._options)
     # As while its certificates are being replaced.

@@ -94,11 +94,11 @@ def test_readiness_does_not_wait_for_an_answer(outbox_kafka, monkeypatch):
 
 
 def test_another_client_asks_once_settings_were_not_answered(outbox_kafka):
-    with NewTopics(outbox_kafka.bootstrap_servers) as made, socket.create_server(("127.0.0.1", 0)) as nobody:
+    with NewTopics(outbox_kafka.bootstrap_servers) as made, socket.create_server(("127.0.0.1", 0)) as silent:
         name = made.create_topic(made.name("t"), 1)
         metadata = SharedMetadata({"bootstrap.servers": outbox_kafka.bootstrap_servers}, time.monotonic)
         # A client that lost the controller: it knows topics, and its other requests time out.
-        metadata.admin = Admin({"bootstrap.servers": f"127.0.0.1:{nobody.getsockname()[1]}"})
+        metadata.admin = Admin({"bootstrap.servers": f"127.0.0.1:{silent.getsockname()[1]}"})
         assert metadata.min_in_sync(name, [], 0.5) is None
         metadata.forget()
         assert name in metadata.topics(30.0).topics
