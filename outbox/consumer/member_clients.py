@@ -52,8 +52,18 @@ Rebalanced = Callable[[Any, list[TopicPartition]], None]
 
 
 def subscribe(consumer: Consumer, topics: Collection[str], assigned: Rebalanced, revoked: Rebalanced) -> None:
-    """Join the group, or join it again. What the callbacks raise is raised by the consumer's next ``poll``."""
-    consumer.subscribe(list(topics), on_assign=raising(assigned), on_revoke=raising(revoked), on_lost=raising(revoked))
+    """Join the group, or join it again. What the callbacks raise is raised by the consumer's next ``poll``.
+
+    A static member that comes back has the partitions that it had, also those of topics to which it subscribed before
+    (KIP-345): these are left out.
+    """
+    named = set(topics)
+    patterns = any(topic.startswith("^") for topic in topics)
+
+    def assign(kafka: Consumer, partitions: list[TopicPartition]) -> None:
+        assigned(kafka, [each for each in partitions if patterns or each.topic in named])
+
+    consumer.subscribe(list(topics), on_assign=raising(assign), on_revoke=raising(revoked), on_lost=raising(revoked))
 
 
 class MemberClients:
