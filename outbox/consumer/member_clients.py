@@ -51,19 +51,32 @@ _SHORT_SECONDS: Final = 60.0
 Rebalanced = Callable[[Any, list[TopicPartition]], None]
 
 
-def subscribe(consumer: Consumer, topics: Collection[str], assigned: Rebalanced, revoked: Rebalanced) -> None:
+def subscribe(
+    consumer: Consumer, topics: Collection[str], assigned: Rebalanced, revoked: Rebalanced, *, incremental: bool = False
+) -> None:
     """Join the group, or join it again. What the callbacks raise is raised by the consumer's next ``poll``.
 
-    A static member that comes back has the partitions that it had, also those of topics to which it subscribed before
-    (KIP-345): these are left out.
+    A static member that comes back is given the partitions that it had, also those of topics to which it subscribed
+    before (KIP-345). The callbacks do not see these. With a pattern all are seen: which topics match, librdkafka decides.
+
+    incremental  whether partitions are assigned and revoked one by one: cooperative, or with KIP-848.
     """
-    named = set(topics)
     patterns = any(topic.startswith("^") for topic in topics)
 
-    def assign(kafka: Consumer, partitions: list[TopicPartition]) -> None:
-        assigned(kafka, [each for each in partitions if patterns or each.topic in named])
+    def subscribed(partitions: list[TopicPartition]) -> list[TopicPartition]:
+        return [each for each in partitions if patterns or each.topic in topics]
 
-    consumer.subscribe(list(topics), on_assign=raising(assign), on_revoke=raising(revoked), on_lost=raising(revoked))
+    def assign(kafka: Consumer, partitions: list[TopicPartition]) -> None:
+        assigned(kafka, subscribed(partitions))
+
+    def revoke(kafka: Consumer, partitions: list[TopicPartition]) -> None:
+        known = subscribed(partitions)
+        revoked(kafka, known)
+        if incremental and len(known) < len(partitions):
+            # Without this call librdkafka would take away all, refuse because of those it never had, and wait forever.
+            kafka.incremental_unassign(known)
+
+    consumer.subscribe(list(topics), on_assign=raising(assign), on_revoke=raising(revoke), on_lost=raising(revoke))
 
 
 class MemberClients:

@@ -1,11 +1,15 @@
-"""Partitions that are added while all members of a static group are away: its leader comes back without a rebalance."""
+"""What changes while all members of a static group are away: its leader comes back without a rebalance.
+
+Partitions are added, or the members read another topic: the group gives them what they had.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions
 from inbox_support import Log
 from support import wait_until
@@ -24,13 +28,13 @@ def add_partitions(servers: str, topic: str) -> None:
     admin.create_partitions([NewPartitions(topic, PARTITIONS)])[topic].result(30)
 
 
-def await_all(servers: str, group: str) -> None:
-    """Wait until each member has partitions."""
+def await_all(servers: str, group: str, count: int = len(NAMES)) -> None:
+    """Wait until each of so many members has partitions."""
     admin = AdminClient({"bootstrap.servers": servers})
 
     def all_have() -> bool:
         members = admin.describe_consumer_groups([group])[group].result(30).members
-        return len(members) == len(NAMES) and all(one.assignment.topic_partitions for one in members)
+        return len(members) == count and all(one.assignment.topic_partitions for one in members)
 
     wait_until(all_have, 60, "the members' partitions")
 
@@ -51,6 +55,36 @@ def test_an_inbox_reads_what_was_added(outbox_postgres, outbox_kafka, strategy):
     consume(3, 3)
     add_partitions(log.servers, log.topic)
     consume(PARTITIONS, 3 + PARTITIONS)
+    log.check()
+
+
+@pytest.mark.parametrize("strategy", ["range", "cooperative-sticky"])
+@pytest.mark.parametrize("names", [NAMES[:1], NAMES[1:], NAMES[::-1]], ids=["a", "b", "both"])
+@pytest.mark.parametrize("deleted", [True, False], ids=["deleted", "kept"])
+def test_an_inbox_goes_on_with_other_topics(outbox_postgres, outbox_kafka, strategy, names, deleted):
+    """Of the former topic, which may be gone, nothing is applied any more."""
+    log = Log(outbox_postgres, outbox_kafka, partitions=3)
+
+    def consume(names: Sequence[Mapping[str, str]], effects: int) -> None:
+        with ExitStack() as members:
+            options = ({"partition.assignment.strategy": strategy, **name} for name in names)
+            first, *_ = [members.enter_context(log.consuming(kafka=given)) for given in options]
+            for part in range(3):
+                log.produce([f"k{part}"], partition=part)
+            first.wait(lambda: log.count() == effects, "the effects")
+            await_all(log.servers, log.group, len(names))
+
+    consume(NAMES, 3)
+    former, log.topic = log.topic, outbox_kafka.create_topic(outbox_kafka.name("moved"), 3)
+    if deleted:
+        admin = AdminClient({"bootstrap.servers": log.servers})
+        admin.delete_topics([former])[former].result(30)
+    else:
+        producer = Producer({"bootstrap.servers": log.servers})
+        for part in range(3):
+            producer.produce(former, b'{"n": 0}', b"late", partition=part)
+        assert producer.flush(30) == 0
+    consume(names, 6)
     log.check()
 
 
@@ -75,3 +109,17 @@ def test_a_transformer_reads_what_was_added(place):
         for part in range(PARTITIONS):
             place.feed(range(part + 1, part + 2), partition=part)
         wait_until(lambda: place.position() == 1 + PARTITIONS, 90, "the positions")
+
+
+def test_a_transformer_goes_on_with_another_topic(place):
+    with transformers(place):
+        place.feed(range(1), partition=0)
+        wait_until(lambda: place.position() == 1, 60, "the first position")
+        await_all(place.options["bootstrap.servers"], place.group)
+    former, place.source = place.source, place.kafka.create_topic(place.kafka.name("moved"), place.partitions)
+    admin = AdminClient(place.options)
+    admin.delete_topics([former])[former].result(30)
+    with transformers(place):
+        for part in range(place.partitions):
+            place.feed(range(part + 1, part + 2), partition=part)
+        wait_until(lambda: place.position() == place.partitions, 60, "the positions in the other topic")
