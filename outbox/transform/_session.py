@@ -42,6 +42,7 @@ _POLL_SECONDS: Final = 0.1
 _APART_SECONDS: Final = 60.0
 _REFUSAL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
+_SILENT_SECONDS: Final = 60.0
 _TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
 # The record itself is at fault: it would be refused each time.
 _UNFIT: Final = _TOO_LARGE | frozenset(
@@ -439,16 +440,21 @@ class Session:
 
     def _until_known(self, step: Callable[[], object], seconds: float = math.inf) -> bool:
         """Take a step of the transaction. A time-out says nothing of its outcome: it is taken again until that is
-        known, or until ``stop``; then the coordinator decides, and the next member reads what it has decided.
+        known, or until ``stop``; then the coordinator decides, and the next member reads what it has decided. So does
+        a new session if the coordinator is silent for long: librdkafka can fail to find it again.
 
         Returns whether it was taken once, in less than ``seconds``: then its request was sent once.
         """
         once, began = True, time.monotonic()
+        longest = max(self._plan.transaction_seconds, _SILENT_SECONDS)
         while True:
             try:
                 step()
             except KafkaException as error:
                 if not error.args[0].retriable() or self._stop.is_set() or self._clients.certificates_replaced():
+                    raise
+                if time.monotonic() - began >= longest:
+                    self._stuck = True
                     raise
                 # The callback hears what this error does not say, as that a password is refused.
                 self._producer.poll(0)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,6 +170,38 @@ def test_nor_after_one_that_was_asked_for_again_or_an_abort(place, producers, mo
     with running(member):
         wait_until(lambda: member.committed == 2, 60, "the end")
     assert len(producers) == 3
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("step", ["init_transactions", "commit_transaction"])
+def test_a_producer_that_gets_no_answers_is_replaced(place, monkeypatch, step, arrives):
+    """Its requests may have been lost, or only their answers."""
+    made: list[Producer] = []
+
+    def unanswered(producer: Producer, *given: Any) -> None:
+        if arrives and asked.count(producer) == 0:
+            getattr(Producer, step)(producer, *given)
+        asked.append(producer)
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer", False, True))
+
+    class Silent(Producer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            made.append(self)
+
+        def __getattribute__(self, name: str) -> Any:
+            lost = name == step and made[0] is self
+            return partial(unanswered, self) if lost else super().__getattribute__(name)
+
+    asked: list[Producer] = []
+    monkeypatch.setattr(_session, "Producer", Silent)
+    monkeypatch.setattr(_session, "_SILENT_SECONDS", 0.5)
+    place.feed(range(20))
+    member = place.member(copied(place), batch=10, batch_seconds=0.1, transaction_seconds=1.0)
+    with running(member):
+        wait_until(lambda: place.position() == 20, 60, "the end")
+    assert len(set(asked)) == 1
+    assert place.come(20) == {f"k{number}": [number] for number in range(20)}
 
 
 def test_a_commit_that_arrives_late_ends_no_part_of_the_next_transaction(mortal_network):
