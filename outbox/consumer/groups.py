@@ -61,8 +61,10 @@ CLAIM_ALL: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp =
 _FENCE: Final = """
 SELECT topic_id, next_offset, generation, pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()),
        pg_catalog.set_config('idle_in_transaction_session_timeout',
-           coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true)
+           coalesce(%(idle)s, pg_catalog.current_setting('idle_in_transaction_session_timeout')), true), {transaction}
   FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s {lock}"""
+_TRANSACTION: Final = "pg_catalog.pg_current_xact_id()::text"
+_WAS_COMMITTED: Final = "SELECT pg_catalog.pg_xact_status(%(transaction)s::text::xid8) = 'committed'"
 # In one order: two transactions that lock the same rows wait for each other in one direction only.
 _FENCE_ALL: Final = """
 SELECT o.topic, o.part, o.topic_id, o.next_offset, o.generation,
@@ -200,13 +202,19 @@ class GroupStore:
 
     def fence(
         self, connection: psycopg.Connection[Any], partition: Partition, here: ClaimedOffset, *, lock: bool = True
-    ) -> None:
+    ) -> str | None:
         """Lock a partition's row until the transaction ends; without ``lock`` only look.
 
-        Raises Fenced when another claim has it, and OffsetMoved when it is further than in ``here``.
+        Returns the transaction, for ``was_committed``; without ``lock`` None. Raises OffsetMoved when the row is further
+        than in ``here``, and Fenced when another claim has it, or it is gone, of another topic, or was set back.
         """
         asked_at = time.monotonic()
-        query = statement(self._schema, _FENCE, lock=sql.SQL("FOR UPDATE" if lock else ""))
+        query = statement(
+            self._schema,
+            _FENCE,
+            lock=sql.SQL("FOR UPDATE" if lock else ""),
+            transaction=sql.SQL(_TRANSACTION if lock else "NULL"),
+        )
         row = self._run(connection, query, partition, idle=self._idle).fetchone()
         if row is not None:
             self.clock.note(row[3], asked_at)
@@ -218,6 +226,20 @@ class GroupStore:
             )
         if row[1] > here.next_offset:
             raise OffsetMoved(partition, row[1])
+        transaction: str | None = row[5]
+        return transaction
+
+    def was_committed(self, connection: psycopg.Connection[Any], transaction: str) -> bool:
+        """Return whether a transaction that has ended, and had called ``fence``, was committed.
+
+        One of which the server knows nothing was lost in a failover. See
+        https://www.postgresql.org/docs/current/functions-info.html#FUNCTIONS-PG-SNAPSHOT.
+        """
+        try:
+            [(committed,)] = self._run(connection, _WAS_COMMITTED, transaction=transaction)
+        except psycopg.errors.InvalidParameterValue:
+            return False
+        return bool(committed)
 
     def fence_all(self, connection: psycopg.Connection[Any], here: Mapping[Partition, ClaimedOffset]) -> bool:
         """Lock the rows of several partitions until the transaction ends.

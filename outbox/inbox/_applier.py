@@ -11,13 +11,14 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from threading import Event
+from typing import Any, Final
 from uuid import UUID
 
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from outbox._clients.backoff import AWAY, doubled, jittered
+from outbox._clients.backoff import AWAY, doubled, jittered, pause
 from outbox.consumer.delays import TopicDelays, sampled, written_at
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
@@ -95,15 +96,17 @@ class MessageFailed(Exception):
 
 
 class TransactionEnded(MessageFailed):
-    """The handler has ended the transaction, and may have committed the position behind the whole batch.
+    """The handler has ended the transaction, and may have committed the position after the whole batch.
 
-    rest  the message and those behind it in its batch, which are without effect if it has.
+    rest         the message and those after it in its batch, which are without effect if it has.
+    transaction  for GroupStore.was_committed.
     """
 
     def __init__(self, failed: MessageFailed) -> None:
         why = failed.why
         super().__init__(failed.message, why.reason, why.error, why.sqlstate, again=failed.again)
         self.rest: Sequence[KafkaMessage] = ()
+        self.transaction = ""
 
 
 class Applier:
@@ -123,8 +126,10 @@ class Applier:
         *,
         log_end: Callable[[Partition], int | None],
         reclaim_seconds: float,
+        stopping: Event,
     ) -> None:
         self._settings = settings
+        self._stopping = stopping
         self._group, self._letters = settings.group, settings.letters
         self._session = session
         self._handler = handler
@@ -145,11 +150,14 @@ class Applier:
         try:
             committed = self._attempt(part, part.strikes, step, self._wait)
         except TransactionEnded as ended:
-            return self._ended(part, ended)
+            dead = sum(message.key() in part.dead_keys for message in ended.rest)
+            lost = [MessageFailed(message, ended.why.reason, ended.why.error) for message in ended.rest]
+            self._stop_if_committed(part, ended, lost, applied=dead - len(lost), dead=-dead)
+            return self._failed(part, ended)
         except MessageFailed as failed:
             return self._failed(part, failed)
         except psycopg.Error as error:
-            # COMMIT failed (a deferred constraint or trigger), which names no message: try each alone.
+            # It names no message: an error of COMMIT (a deferred constraint or trigger), or of our own statements.
             if len(batch) > 1:
                 part.alone_until = batch[-1].offset()
                 return True
@@ -212,12 +220,17 @@ class Applier:
 
         try:
             committed = self._attempt(part, part.letter_strikes, step, self._wait_with_letters)
+        except TransactionEnded as ended:
+            # The dead letter is kept for an operator: its id is known, so a retry would only delete it.
+            keep = self._failing_again(ended)
+            self._stop_if_committed(part, ended, [ended], applied=-1, also=keep)
+            return self._letter_failed(part, ended)
         except MessageFailed as failed:
             return self._letter_failed(part, failed)
         except psycopg.Error as error:
             if found is None:
                 raise
-            # It failed at COMMIT.
+            # An error that names no message: of COMMIT (a deferred constraint or trigger), or of our own statements.
             return self._letter_failed(part, MessageFailed.by(found, error))
         if committed:
             part.letter_strikes.count = 0
@@ -253,12 +266,11 @@ class Applier:
         Raises MessageFailed for what is a message's fault, and psycopg.Error where that names no message.
         """
         assert part.position is not None
-        confirmed = False
+        transaction: str | None = None
         found: MessageFailed | psycopg.Error
         try:
             with self._session.transaction() as connection:
-                self._group.fence(connection, part.partition, part.position)
-                confirmed = True
+                transaction = self._group.fence(connection, part.partition, part.position)
                 step(connection)
         except Fenced as fenced:
             _logger.warning("%s; nothing was applied", fenced)
@@ -269,7 +281,9 @@ class Applier:
             # and the keys of dead letters.
             part.lose(0.0)
             return False
-        except TransactionEnded:
+        except TransactionEnded as ended:
+            assert transaction is not None
+            ended.transaction = transaction
             raise
         except MessageFailed as failed:
             found, cause = failed, failed.__cause__
@@ -278,7 +292,7 @@ class Applier:
         else:
             return True
         # Counts a strike: an interruption that keeps coming is taken for the message's fault.
-        if not confirmed or (self._session.passes(cause) and not strikes.strike(cause)):
+        if transaction is None or (self._session.passes(cause) and not strikes.strike(cause)):
             wait(part, cause or found)
             return False
         raise found
@@ -383,32 +397,40 @@ class Applier:
                 raise TransactionEnded(failed) from failed.__cause__
             raise
 
-    def _ended(self, part: Assigned, ended: TransactionEnded) -> bool:
-        """Handle a transaction that the handler has ended. Raises HandlerFailed if it was committed.
+    def _stop_if_committed(
+        self,
+        part: Assigned,
+        ended: TransactionEnded,
+        lost: Sequence[MessageFailed],
+        *,
+        applied: int,
+        dead: int = 0,
+        also: Callable[[psycopg.Connection[Any]], None] = lambda _: None,
+    ) -> None:
+        """Record as lost what the handler has committed, with no effect or half of one. Raises HandlerFailed if it has.
 
-        Returns whether to continue at once.
+        Waits while Postgres is away. Raises HandlerFailed also if that can't be recorded, or until ``stop``.
         """
-        assert part.position is not None
-        try:
-            with self._session.transaction() as connection:
-                self._group.fence(connection, part.partition, part.position)
-        except (OffsetMoved, Fenced):
-            # Fenced: another claim has waited for this COMMIT, and begins behind it.
-            why = ended.why
-            dead = sum(message.key() in part.dead_keys for message in ended.rest)
-            lost = [MessageFailed(message, why.reason, why.error) for message in ended.rest]
-            self._stop_behind(part, ended, lost, applied=dead - len(lost), dead=-dead)
-        return self._failed(part, ended)
-
-    def _stop_behind(
-        self, part: Assigned, ended: TransactionEnded, lost: Sequence[MessageFailed], applied: int, dead: int = 0
-    ) -> NoReturn:
-        """Record as lost what is committed, and has no effect or half of one. Raises HandlerFailed."""
-        with self._session.transaction() as connection:
-            self._group.move(connection, part.partition, None, applied=applied, dead=dead)
-            self._record(connection, part, lost)
-        why, offset = ended.why.error, ended.message.offset()
-        raise HandlerFailed(*part.partition, offset, 1, why, given_up=True) from (ended.__cause__ or ended)
+        message, why, attempt = ended.message, ended.why.error, 0
+        while True:
+            try:
+                with self._session.transaction() as connection:
+                    if not self._group.was_committed(connection, ended.transaction):
+                        return
+                    self._group.move(connection, part.partition, None, applied=applied, dead=dead)
+                    self._record(connection, part, lost)
+                    also(connection)
+            except psycopg.Error as error:
+                self.interrupted(error, f"recording what is lost of {part.name}", [part.partition])
+                if self._stopping.is_set() or not self._session.passes(error):
+                    why = f"{why}; if it was committed, {len(lost)} messages are lost, and not recorded: {error}"
+                    break
+                pause(self._stopping, attempt)
+                attempt += 1
+            else:
+                break
+        cause = ended.__cause__ or ended
+        raise HandlerFailed(message.topic(), message.partition(), message.offset(), 1, why, given_up=True) from cause
 
     def _record(self, connection: psycopg.Connection[Any], part: Assigned, failures: Iterable[MessageFailed]) -> None:
         assert part.position is not None
@@ -468,16 +490,15 @@ class Applier:
         return committed
 
     def _letter_failed(self, part: Assigned, failed: MessageFailed) -> bool:
-        assert isinstance(failed.message, RetriedMessage)
-        number = failed.message.letter.id
-
-        def step(connection: psycopg.Connection[Any]) -> None:
-            self._letters.failed_again(connection, number, failed.why)
-
-        committed = self._attempt(part, part.letter_strikes, step, self._wait_with_letters)
+        committed = self._attempt(part, part.letter_strikes, self._failing_again(failed), self._wait_with_letters)
         if committed:
             part.letter_strikes.count = 0
         return committed
+
+    def _failing_again(self, failed: MessageFailed) -> Callable[[psycopg.Connection[Any]], None]:
+        assert isinstance(failed.message, RetriedMessage)
+        number = failed.message.letter.id
+        return lambda connection: self._letters.failed_again(connection, number, failed.why)
 
     def _wait(self, part: Assigned, error: BaseException) -> None:
         self.postpone([part], error, f"applying {part.name}")

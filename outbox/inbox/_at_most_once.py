@@ -115,12 +115,12 @@ class AtMostOnceApplier(Applier):
 
         try:
             committed = self._attempt(part, Strikes(), apply, wait)
-        except TransactionEnded as ended:
-            # It has committed what ``confirm`` did.
-            at, why = ended.message.offset(), ended.why
-            rest = [MessageFailed(message, "failed", why.error) for message in pending if message.offset() >= at]
-            self._stop_behind(part, ended, [*found, *rest], applied=-len(found) - len(rest))
         except (MessageFailed, psycopg.Error) as error:
+            if isinstance(error, TransactionEnded):
+                # If it was committed, so is what ``confirm`` did.
+                at, why = error.message.offset(), error.why
+                rest = [MessageFailed(message, "failed", why.error) for message in pending if message.offset() >= at]
+                self._stop_if_committed(part, error, [*found, *rest], applied=-len(found) - len(rest))
             name = f"{part.name} offsets {first} to {batch[-1].offset()}"
             _logger.error("%s can't be committed: %s", name, error)  # noqa: TRY400  its text is enough
             part.lose(0.0)

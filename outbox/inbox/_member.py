@@ -131,7 +131,14 @@ class Member:
         self._static = StaticGroup(settings.group.name, options, self._admin.kafka)
         self._session = Session(settings.connect)
         self._applier = (AtMostOnceApplier if settings.at_most_once else Applier)(
-            settings, self._session, handler, watch, delays, log_end=self._log_end, reclaim_seconds=reclaim_seconds
+            settings,
+            self._session,
+            handler,
+            watch,
+            delays,
+            log_end=self._log_end,
+            reclaim_seconds=reclaim_seconds,
+            stopping=stopping,
         )
         self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
         self._joined_at = math.inf

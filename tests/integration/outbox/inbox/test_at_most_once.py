@@ -98,6 +98,10 @@ def commit(connection: Any) -> None:
     connection.execute("COMMIT")
 
 
+def roll_back(connection: Any) -> None:
+    connection.execute("ROLLBACK")
+
+
 def die(_: Any) -> None:
     raise SystemExit
 
@@ -182,6 +186,17 @@ def test_a_handler_that_ends_the_transaction_stops_the_consumer(log):
     assert applied(log) == [*range(11), 12, 13]
     assert lost(log) == [(11, 12), *((at, at + 1) for at in range(13, 20))]
     assert counts(log) == (20, 12, 0, 0, None, None)
+
+
+def test_a_batch_whose_handler_rolls_back_is_lost_as_a_whole_and_recorded_once(log):
+    log.produce(keys(40))
+    handler = Handler({11: reject, 13: roll_back})
+    with log.consuming(handler, **MOST) as running:
+        running.wait(passed(log, 40), "the position")
+    assert handler.calls == [*range(14), *range(20, 40)]
+    assert applied(log) == [*range(10), *range(20, 40)]
+    assert lost(log) == [(10, 20)]
+    assert counts(log) == (40, 30, 0, 0, None, None)
 
 
 def test_a_lock_that_others_hold_for_long_is_waited_for(log):

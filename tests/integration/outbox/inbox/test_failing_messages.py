@@ -163,6 +163,71 @@ def test_a_handler_that_rolls_back_has_failed_and_nothing_is_lost(log):
     assert log.run("SELECT count(*) FROM effects UNION ALL SELECT count(*) FROM consumer.losses") == [(19,), (0,)]
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_nor_if_another_member_has_claimed_its_partition_since(log, moved):
+    """Who has waited for the lock can't know how the transaction has ended, and may have applied the batch."""
+    log.produce(keys(20))
+    poison = Poison(1)
+
+    def rolled_back_and_taken_over(connection: Any) -> None:
+        connection.execute("ROLLBACK")
+        poison.numbers.clear()
+        log.run("UPDATE consumer.groups SET generation = generation + 1 RETURNING grp")
+        end = "20" if moved else "next_offset"
+        log.run(f"UPDATE consumer.offsets SET generation = generation + 1, next_offset = {end} RETURNING grp")
+
+    poison.how = rolled_back_and_taken_over
+    with log.consuming(poison, batch=20) as running:
+        running.wait(lambda: poison.calls and log.count() == (0 if moved else 20), "the effects")
+        running.wait(lambda: log.positions() == {0: 20}, "the position")
+    assert log.run("SELECT count(*) FROM consumer.losses") == [(0,)]
+    assert log.run("SELECT applied FROM consumer.offsets") == [(0 if moved else 20,)]
+
+
+def test_what_a_handler_has_committed_is_recorded_after_an_outage(log):
+    log.produce(keys(20))
+    poison, away = Poison(1), []
+
+    def commit_and_lose_the_server(connection: Any) -> None:
+        connection.execute("COMMIT")
+        away.extend("away" for _ in range(3))
+        log.run("SELECT pg_terminate_backend(%s, 10000)", connection.info.backend_pid)
+
+    def connect() -> psycopg.Connection[Any]:
+        if away:
+            raise psycopg.OperationalError(away.pop())
+        return psycopg.connect(log.database.url)
+
+    poison.how = commit_and_lose_the_server
+    with log.consuming(poison, batch=20, database=connect) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up, away) == (11, True, [])
+    lost = log.run("SELECT first_offset, end_offset FROM consumer.losses ORDER BY first_offset")
+    assert lost == [(at, at + 1) for at in range(11, 20)]
+    assert log.run("SELECT next_offset, applied FROM consumer.offsets") == [(20, 11)]
+
+
+def test_a_dead_letter_whose_handler_commits_is_recorded_and_kept(log):
+    log.produce(keys(20))
+    poison = Poison(1)
+    with log.consuming(poison, on_failure="dead-letter", attempts=1) as running:
+        running.wait(lambda: log.positions() == {0: 20}, "the position")
+
+        def commit_and_fail(connection: Any) -> None:
+            connection.execute("COMMIT")
+            raise ValueError("no such order")
+
+        poison.how = commit_and_fail
+        log.retry()
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert (error.offset, error.given_up) == (11, True)
+    assert log.run("SELECT first_offset, end_offset, kind FROM consumer.losses") == [(11, 12, "given-up")]
+    assert [(one["message_offset"], one["state"], one["attempts"]) for one in log.letters()] == [(11, "dead", 2)]
+    assert log.run("SELECT next_offset, applied, dead FROM consumer.offsets") == [(20, 19, 1)]
+
+
 def test_a_busy_key_leaves_the_dead_letters_and_other_partitions_go_on(outbox_postgres, outbox_kafka, monkeypatch):
     """Messages of the key come faster than letters are retried: they wait in Kafka, and are not put behind those."""
     monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 1.0)
