@@ -8,7 +8,7 @@ from typing import Final
 
 FIRST: Final = 0.2
 """The first pause, in seconds, of clients without a setting for it."""
-AWAY: Final = (0.1, 5.0)
+MEMBER_PAUSE: Final = (0.1, 5.0)
 """The first and the longest pause, in seconds, of a member of a Kafka group."""
 _MOST_DOUBLED: Final = 60
 
@@ -25,4 +25,4 @@ def jittered(seconds: float) -> float:
 
 def pause(stop: threading.Event, failures: int) -> None:
     """Wait as a member of a Kafka group does after this number of earlier failures; at most until ``stop`` is set."""
-    stop.wait(jittered(doubled(failures, *AWAY)))
+    stop.wait(jittered(doubled(failures, *MEMBER_PAUSE)))

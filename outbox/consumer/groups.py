@@ -41,7 +41,7 @@ RETURNING generation"""
 STORED: Final = """
 SELECT topic, part, topic_id, next_offset, leader_epoch, epoch_offset
   FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"""
-"""SQL: the fields of a StoredOffset, behind the partition."""
+"""SQL: the partition, and the fields of a StoredOffset."""
 _KNOWN: Final = "SELECT DISTINCT topic FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
 _ADD: Final = """
 INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
@@ -65,7 +65,7 @@ SELECT topic_id, next_offset, generation, pg_catalog.date_part('epoch', pg_catal
   FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s {lock}"""
 _TRANSACTION: Final = "pg_catalog.pg_current_xact_id()::text"
 _WAS_COMMITTED: Final = "SELECT pg_catalog.pg_xact_status(%(transaction)s::text::xid8) = 'committed'"
-# In one order: two transactions that lock the same rows wait for each other in one direction only.
+# Ordered, so that two of these can't deadlock. A claim can deadlock with one: Postgres ends either, and it is retried.
 _FENCE_ALL: Final = """
 SELECT o.topic, o.part, o.topic_id, o.next_offset, o.generation,
        pg_catalog.date_part('epoch', pg_catalog.clock_timestamp())
@@ -205,8 +205,8 @@ class GroupStore:
     ) -> str | None:
         """Lock a partition's row until the transaction ends; without ``lock`` only look.
 
-        Returns the transaction, for ``was_committed``; without ``lock`` None. Raises OffsetMoved when the row is further
-        than in ``here``, and Fenced when another claim has it, or it is gone, of another topic, or was set back.
+        Returns the transaction, for ``was_committed``; without ``lock`` None. Raises OffsetMoved when the row is
+        further than in ``here``, and Fenced when another claim has it, or it is gone, of another topic, or set back.
         """
         asked_at = time.monotonic()
         query = statement(
@@ -274,7 +274,7 @@ class GroupStore:
         duplicates: int = 0,
         dead: int = 0,
     ) -> tuple[set[UUID], dt.date]:
-        """Move a partition's position behind ``fence``, and remember ids.
+        """Move a partition's position, in a transaction that has called ``fence``, and remember ids.
 
         Returns the new ones of these, and the database's day in UTC; without ids an empty set and NO_TIME.
 
@@ -284,6 +284,7 @@ class GroupStore:
         applied       messages that are applied, besides those of ``ids``; the same with ``duplicates``.
         dead          messages that become dead letters.
         """
+        # Ids count as duplicates, minus those that turn out to be new.
         move = statement(self._schema, _MOVE, fresh=sql.SQL(_FRESH if ids else "0"))
         values: dict[str, object] = {
             "end": end,
@@ -305,7 +306,7 @@ class GroupStore:
     def give_up(
         self, connection: psycopg.Connection[Any], partition: Partition, first: int, end: int, pending: int
     ) -> None:
-        """At-most-once, behind ``move``: record that the effect of these offsets is to be confirmed, or lost.
+        """At-most-once, after ``move``: record that the effect of these offsets is to be confirmed, or lost.
 
         The COMMIT is durable before the effect: a server that forgot it would have its messages read again.
 
@@ -346,8 +347,8 @@ class GroupStore:
     def forgotten_before(self, connection: psycopg.Connection[Any], ids: Collection[UUID], today: dt.date) -> dt.date:
         """Return the day before which the group has forgotten ids; NO_TIME if it has forgotten none.
 
-        Also if none of these ids is of a day that is over: then the database is not asked. To be called behind
-        ``move``, which may have waited for the transaction that forgets.
+        Also NO_TIME, without a query, if none of these ids is of a past day. To be called after ``move``, which may
+        have waited for the transaction that forgets.
         """
         if not any(NO_TIME < day(one) < today for one in ids):
             return NO_TIME

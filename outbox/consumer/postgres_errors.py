@@ -49,7 +49,7 @@ _PASSING: Final = frozenset({"25006", "25P03", "25P04"})
 # savepoint, because the effect has ended the transaction.
 _STAYING: Final = ("54", "3B")
 # Connections, a server that stops or starts, one that lacks resources, one that is read-only.
-_AWAY: Final = ("08", "53", "57P", "25006")
+_AWAY_STATES: Final = ("08", "53", "57P", "25006")
 # The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
 _EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
 
@@ -147,6 +147,6 @@ def of_postgres(error: psycopg.Error, where: str) -> ConsumerError:
     text = f"{where}: {shown(error)}"
     if not passing(error):
         return EffectFailed(text)
-    # Without a SQLSTATE the server is away. With one it has ended this transaction, unless _AWAY says otherwise.
+    # Without a SQLSTATE the server is away. With one it has ended this transaction, unless _AWAY_STATES says otherwise.
     state = error.sqlstate
-    return ConsumerUnavailable(text) if state is None or state.startswith(_AWAY) else Interrupted(text)
+    return ConsumerUnavailable(text) if state is None or state.startswith(_AWAY_STATES) else Interrupted(text)

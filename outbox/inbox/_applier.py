@@ -1,4 +1,4 @@
-"""Apply a partition's messages, and the dead letters that are retried: one transaction each, behind the claim's lock.
+"""Apply a partition's messages, and the dead letters that are retried: one transaction each, under the claim's lock.
 
 Every transaction runs in ``_attempt``, which decides in one order what an error means: another claim, a position that
 an earlier COMMIT has moved, an interruption that is no message's fault, or a message that can't be applied.
@@ -18,7 +18,7 @@ from uuid import UUID
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from outbox._clients.backoff import AWAY, doubled, jittered, pause
+from outbox._clients.backoff import MEMBER_PAUSE, doubled, jittered, pause
 from outbox.consumer.delays import TopicDelays, sampled, written_at
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
@@ -43,7 +43,12 @@ _logger: Final = logging.getLogger("outbox.inbox")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The checked arguments of ``Consumer``. ``bury``: messages that fail become dead letters."""
+    """The checked arguments of ``Consumer``; see there.
+
+    bury    messages that fail become dead letters.
+    key     the header whose value is the id; None: the event's id.
+    at_end  a group that is new to a topic begins at the log's end.
+    """
 
     connect: Callable[[], psycopg.Connection[Any]]
     options: Mapping[str, Any]
@@ -148,7 +153,7 @@ class Applier:
             handled = self._apply(connection, part, batch)
 
         try:
-            committed = self._attempt(part, part.strikes, step, self._wait)
+            committed = self._attempt(part, part.strikes, step, self._postpone)
         except TransactionEnded as ended:
             dead = sum(message.key() in part.dead_keys for message in ended.rest)
             lost = [MessageFailed(message, ended.why.reason, ended.why.error) for message in ended.rest]
@@ -189,11 +194,11 @@ class Applier:
             self._group.move(connection, part.partition, end, log_end=end)
 
         # No message is at fault, however often it is interrupted.
-        if self._attempt(part, Strikes(), step, self._wait):
+        if self._attempt(part, Strikes(), step, self._postpone):
             part.moved(end)
 
-    def lose_taken(self, parts: Collection[Assigned]) -> None:
-        """Lose idle partitions that another claim has: no transaction of their own would find that."""
+    def forget_taken(self, parts: Collection[Assigned]) -> None:
+        """Forget idle partitions that another claim has: no transaction of their own would find that."""
         idle = {part.partition: part for part in parts if part.position is not None and not part.queue}
         if not idle:
             return
@@ -203,7 +208,7 @@ class Applier:
             assert part.position is not None
             if found.get(partition) != part.position.generation:
                 _logger.warning("%s: another claim has it", part.name)
-                part.lose(time.monotonic() + self._reclaim_seconds)
+                part.forget_claim(time.monotonic() + self._reclaim_seconds)
 
     def retry(self, part: Assigned, partition: Partition, cleared: Collection[int]) -> bool:
         """Try the next dead letter of a partition once, under the claim of ``part``. Returns whether there was one.
@@ -219,7 +224,7 @@ class Applier:
                 self._apply_letter(connection, part, found)
 
         try:
-            committed = self._attempt(part, part.letter_strikes, step, self._wait_with_letters)
+            committed = self._attempt(part, part.letter_strikes, step, self._leave_letters)
         except TransactionEnded as ended:
             # The dead letter is kept for an operator: its id is known, so a retry would only delete it.
             keep = self._failing_again(ended)
@@ -248,7 +253,7 @@ class Applier:
     def postpone(self, parts: Collection[Assigned], error: BaseException, doing: str) -> None:
         """Record such an error of some partitions, which are retried together after a pause."""
         earlier = max(part.interrupted for part in parts)
-        due = time.monotonic() + jittered(doubled(earlier, *AWAY))
+        due = time.monotonic() + jittered(doubled(earlier, *MEMBER_PAUSE))
         for part in parts:
             part.interrupted, part.due = earlier + 1, due
         self.interrupted(error, doing, [part.partition for part in parts])
@@ -274,12 +279,12 @@ class Applier:
                 step(connection)
         except Fenced as fenced:
             _logger.warning("%s; nothing was applied", fenced)
-            part.lose(time.monotonic() + self._reclaim_seconds)
+            part.forget_claim(time.monotonic() + self._reclaim_seconds)
             return False
         except OffsetMoved:
             # An earlier COMMIT has succeeded, and its answer was lost. A claim reads what it has written: the position,
             # and the keys of dead letters.
-            part.lose(0.0)
+            part.forget_claim(0.0)
             return False
         except TransactionEnded as ended:
             assert transaction is not None
@@ -327,7 +332,7 @@ class Applier:
             if id_ is not None:
                 if id_ not in new:
                     continue
-                # Of messages with the same id the first one counts.
+                # If several messages have one id, the first counts.
                 new.discard(id_)
                 self._check_age(message, id_, before)
             try:
@@ -364,6 +369,7 @@ class Applier:
         try:
             id_ = self._id(message)
             if id_ is not None:
+                # Every day counts as past, so the database is asked.
                 self._check_age(message, id_, self._group.forgotten_before(connection, [id_], dt.date.max))
         except MessageFailed as failed:
             return failed.why
@@ -459,7 +465,7 @@ class Applier:
         return self._bury(part, message, failed.why)
 
     def _bury(self, part: Assigned, message: KafkaMessage, why: RejectedRecord) -> bool:
-        """Make a message a dead letter, in the transaction that moves the position behind it."""
+        """Make a message a dead letter, in the transaction that moves the position past it."""
         assert part.position is not None
         topic_id, id_ = part.position.topic_id, _id_or_none(message, self._settings.key)
 
@@ -475,12 +481,12 @@ class Applier:
             )
 
         try:
-            committed = self._attempt(part, part.strikes, step, self._wait)
+            committed = self._attempt(part, part.strikes, step, self._postpone)
         except psycopg.Error as error:
             if part.strikes.strike(error):
                 text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
                 raise HandlerFailed(*part.partition, message.offset(), part.attempts, text) from error
-            self._wait(part, error)
+            self._postpone(part, error)
             return False
         if committed:
             part.deaths += 1
@@ -490,7 +496,7 @@ class Applier:
         return committed
 
     def _letter_failed(self, part: Assigned, failed: MessageFailed) -> bool:
-        committed = self._attempt(part, part.letter_strikes, self._failing_again(failed), self._wait_with_letters)
+        committed = self._attempt(part, part.letter_strikes, self._failing_again(failed), self._leave_letters)
         if committed:
             part.letter_strikes.count = 0
         return committed
@@ -500,10 +506,10 @@ class Applier:
         number = failed.message.letter.id
         return lambda connection: self._letters.failed_again(connection, number, failed.why)
 
-    def _wait(self, part: Assigned, error: BaseException) -> None:
+    def _postpone(self, part: Assigned, error: BaseException) -> None:
         self.postpone([part], error, f"applying {part.name}")
 
-    def _wait_with_letters(self, part: Assigned, error: BaseException) -> None:
+    def _leave_letters(self, part: Assigned, error: BaseException) -> None:
         """The next upkeep retries it: the partition's messages do not wait for that."""
         part.letters_first = False
         self.interrupted(error, "retrying a dead letter")

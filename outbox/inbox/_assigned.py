@@ -86,7 +86,7 @@ class Assigned:
             self.suspect = None
         self.interrupted = self.strikes.count = 0
 
-    def lose(self, until: float) -> None:
+    def forget_claim(self, until: float) -> None:
         """Forget the claim and what was fetched. If Kafka still assigns the partition by then, it is claimed again."""
         self.position = None
         self.queue.clear()

@@ -74,10 +74,10 @@ class AtMostOnceApplier(Applier):
 
         # No message is at fault, however often it is interrupted: none was looked at.
         try:
-            if not self._attempt(part, Strikes(), give_up, self._wait):
+            if not self._attempt(part, Strikes(), give_up, self._postpone):
                 return False
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
-            self._wait(part, error)
+            self._postpone(part, error)
             return False
         part.moved(batch[-1].offset() + 1)
         if not pending:
@@ -111,7 +111,7 @@ class AtMostOnceApplier(Applier):
 
         def wait(part: Assigned, error: BaseException) -> None:
             interruptions.append(error)
-            self._wait(part, error)
+            self._postpone(part, error)
 
         try:
             committed = self._attempt(part, Strikes(), apply, wait)
@@ -123,7 +123,7 @@ class AtMostOnceApplier(Applier):
                 self._stop_if_committed(part, error, [*found, *rest], applied=-len(found) - len(rest))
             name = f"{part.name} offsets {first} to {batch[-1].offset()}"
             _logger.error("%s can't be committed: %s", name, error)  # noqa: TRY400  its text is enough
-            part.lose(0.0)
+            part.forget_claim(0.0)
             self._count_lost(part, claim, batch, (called or batch)[-1], error)
             return True
         if committed:
@@ -131,7 +131,7 @@ class AtMostOnceApplier(Applier):
             self._count(part, batch, pending, failures)
             return True
         # The claim records what was not confirmed.
-        part.lose(part.due)
+        part.forget_claim(part.due)
         if interruptions and called:
             self._count_lost(part, claim, batch, called[-1], interruptions[-1])
         return False
@@ -168,7 +168,7 @@ class AtMostOnceApplier(Applier):
                 if id_ is not None:
                     if id_ not in new:
                         continue
-                    # Of messages with the same id the first one counts.
+                    # If several messages have one id, the first counts.
                     new.discard(id_)
                     self._check_age(message, id_, before)
             except MessageFailed as failed:

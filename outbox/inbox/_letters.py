@@ -30,7 +30,10 @@ from outbox.inbox._message import KafkaMessage, RetriedMessage
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
 _FORGIVEN: Final = f"{BEHIND}; it is too old, and was retried all the same"
-"""The error of one that is too old, and waits although an operator has it retried: its age is not checked again."""
+"""The error of one that is too old, and waits although an operator has it retried: its age is not checked again.
+
+Both are stored and compared: never reword them.
+"""
 LOOKED_AT: Final = 200
 """How many keys are looked at in one statement that releases: what waits must cost nothing."""
 

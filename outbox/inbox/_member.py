@@ -309,7 +309,7 @@ class Member:
         with self._session.transaction() as connection:
             positions = self._group.claim(connection, partitions, starts, self._settings.strategy)
             if self._settings.at_most_once:
-                # Behind the claim, which waits for members that write dead letters.
+                # After the claim, which waits for members that write dead letters.
                 self._settings.letters.require_none(connection)
             keys = self._waiting.read(connection, topics)
         self._waiting.know(keys)
@@ -337,7 +337,7 @@ class Member:
                 if not part.cut_off:
                     return
                 # A claim finds out what is lost. If Kafka has the position after all, it is read again from there.
-                part.lose(time.monotonic() + _POLL_SECONDS)
+                part.forget_claim(time.monotonic() + _POLL_SECONDS)
             elif not self._applier.apply(part):
                 return
             if time.monotonic() >= until:
@@ -391,7 +391,7 @@ class Member:
 
     def _keep_up(self) -> None:
         try:
-            self._applier.lose_taken(self._parts.values())
+            self._applier.forget_taken(self._parts.values())
             for part in self._parts.values():
                 self._applier.pass_markers(part)
             if not self._settings.at_most_once:

@@ -54,7 +54,7 @@ class Consumer:
     batch       at most this many messages of a partition are applied in one transaction. They must be applied within
                 ``max.poll.interval.ms``.
     on_failure  of a message: "stop" before it, or store it as a "dead-letter", and later messages of its key behind it.
-    attempts    at a message, before ``on_failure``.
+    attempts    at a message by itself, before ``on_failure``: a failure among others of its batch is not counted.
     wait        the first and the longest wait between attempts, in seconds.
     most_dead   more dead letters in a row than this, in one partition, stop the consumer: messages are not the cause.
     dedup       recognize messages that were published twice, by their ids. Off, for topics without ids: nothing is

@@ -174,7 +174,7 @@ class OnInbox:
             part.add(message)
         try:
             self.applier._attempt(
-                part, part.strikes, lambda connection: self._count(connection, part, batch), self.applier._wait
+                part, part.strikes, lambda connection: self._count(connection, part, batch), self.applier._postpone
             )
         except MessageFailed as failed:
             part.position = before

@@ -26,7 +26,7 @@ TRIES = 3 * MOST_STRIKES
 def _quick(monkeypatch):
     monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
     for module in (backoff, _applier):
-        monkeypatch.setattr(module, "AWAY", (0.01, 0.05))
+        monkeypatch.setattr(module, "MEMBER_PAUSE", (0.01, 0.05))
 
 
 @pytest.fixture
