@@ -57,7 +57,7 @@ def subscribe(
     """Join the group, or join it again. What the callbacks raise is raised by the consumer's next ``poll``.
 
     A static member that comes back is given the partitions that it had, also those of topics to which it subscribed
-    before (KIP-345). The callbacks do not see these. With a pattern they see all: librdkafka decides which topics match.
+    before (KIP-345). The callbacks do not see these. With a pattern they see all: librdkafka decides what matches.
 
     incremental  whether partitions are assigned and revoked one by one: cooperative, or with KIP-848.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from threading import Event
 from typing import Any, Protocol
 
 import psycopg
@@ -132,7 +133,14 @@ class OnInbox:
         self.handled = 0
         self.parts: dict[tuple[str, int], Assigned] = {}
         self.applier = (BetweenApplier if at_most_once else Applier)(
-            self.settings, self.session, self.handle, Watch(), TopicDelays(), log_end=lambda _: None, reclaim_seconds=60
+            self.settings,
+            self.session,
+            self.handle,
+            Watch(),
+            TopicDelays(),
+            log_end=lambda _: None,
+            reclaim_seconds=60,
+            stopping=Event(),
         )
         self.waiting = WaitingLetters(self.settings.letters, self.session, self.applier)
 
