@@ -170,9 +170,7 @@ class Member:
         return None
 
     def _subscribe(self) -> None:
-        subscribe(
-            self._kafka, self._settings.topics, self._assigned, self._revoked, incremental=self._incremental
-        )
+        subscribe(self._kafka, self._settings.topics, self._assigned, self._revoked, incremental=self._incremental)
 
     def _note_unassigned(self) -> None:
         if not self._parts and not self._silent:
