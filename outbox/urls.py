@@ -35,7 +35,7 @@ _DATABASE_OPTION: Final = {"asyncpg": "database"}
 def libpq_url(url: str) -> str:
     """Return the address for libpq (psycopg): ``postgresql://…``, or ``host=… dbname=…`` unchanged.
 
-    Raises ConfigurationError when libpq can't parse it. Of the address, the error quotes only the scheme.
+    Raises ConfigurationError when libpq can't parse it. The error quotes only the scheme of the address.
     """
     address = _with_libpq_scheme(url)
     _parameters(address)

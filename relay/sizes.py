@@ -70,9 +70,9 @@ def disk(connection: psycopg.Connection[Any]) -> Disk:
 def table_sizes(connection: psycopg.Connection[Any], schema: str) -> Sequence[Mapping[str, Any]]:
     """Return the tables of a schema, partitions included: bytes with indexes, and the planner's count of rows.
 
-    ``live_rows`` and ``dead_rows`` are those of the server's statistics. Of a partition, ``stray`` says whether it is
-    the default one, ``filled`` whether it ever had rows, and ``over_seconds`` how long its time is over; None without
-    such an end.
+    ``live_rows`` and ``dead_rows`` are those of the server's statistics. For a partition, ``stray`` says whether it is
+    the default one, ``filled`` whether it ever had rows, and ``over_seconds`` how long ago its time ended; None without
+    an end.
 
     Raises Unavailable.
     """

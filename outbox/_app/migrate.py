@@ -43,7 +43,7 @@ _IDLE_TIMEOUT: Final = "10s"
 """A client that is stopped, or gone without a word, keeps its locks no longer."""
 
 _TRIES: Final = 6
-"""Of a change that meets such a transaction, with growing pauses between them."""
+"""How often a change is tried that meets such a transaction, with growing pauses between the tries."""
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 10.0
 

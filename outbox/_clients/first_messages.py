@@ -1,8 +1,8 @@
 """Which messages are the first of a producer in their partitions: they are sent by themselves, or others are lost.
 
 An idempotent producer numbers its messages in each partition, and the broker refuses a request whose numbers do not
-follow the last ones it has (KIP-98). Of a producer that it does not know in the partition it takes any number. So if it
-refuses the first request, it takes the second one, which is on its way:
+follow the last ones it has (KIP-98). From a producer that it does not know in the partition it takes any number. So if
+it refuses the first request, it takes the second one, which is on its way:
 
 | why it refuses the first request    | what librdkafka does                    | what follows                        |
 |-------------------------------------|-----------------------------------------|-------------------------------------|

@@ -144,7 +144,7 @@ class LastingRefusal:
     librdkafka reports as _AUTHENTICATION also what passes: a broker that ends before it has answered the handshake, and
     a token that could not be renewed, while the last one is still good. A password may be changing.
 
-    believed  the error, once it was heard for so long and nothing worked meanwhile.
+    believed  the error, once it was heard for that long and nothing worked meanwhile.
     """
 
     def __init__(self, seconds: float = REFUSED_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,8 +1,8 @@
 """How long events take from their transaction to Kafka, or to the sink: histograms by topic.
 
 The relay counts whole turns. A consumer takes the times of a batch's messages from their headers before the batch is
-applied, and counts them once its transaction is committed. Of a large batch it takes a sample: messages come in the
-order of their partition, so that every n-th one stands for n with an error of less than one n-th message a bucket.
+applied, and counts them once its transaction is committed. It takes a sample of a large batch: messages come in the
+order of their partition, so every n-th one stands for n with an error of less than one n-th message a bucket.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def sampled(messages: int) -> slice:
 
 
 def written_at(headers: Sequence[Headers], each: int = 1) -> WrittenAt:
-    """Return when the events of messages with these headers were written. Of those that do not say it there is none.
+    """Return when the events of messages with these headers were written. Messages that do not say it are left out.
 
     Copies for dead-letter topics and replays are left out: they keep the time of the first publishing.
     """

@@ -50,7 +50,7 @@ class StaticGroup:
 
         That is the task of the member whose name is the first, once two comparisons have found them.
 
-        topics  that the member subscribes to. Of a pattern, which begins with ^, those count that some member has.
+        topics  that the member subscribes to. A pattern, which begins with ^, stands for those that some member has.
         """
         if self._asked is not None:
             if self._asked.done():

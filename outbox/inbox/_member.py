@@ -94,7 +94,7 @@ _READ_AGAIN: Final = 5
 _UPKEEP_SECONDS: Final = 1.0
 _HEARTBEAT_MS: Final = 3_000
 _SILENT_SECONDS: Final = 60.0
-"""Without partitions, a member counts as joined if it was not fenced for so long: librdkafka does not report more."""
+"""Without partitions, a member counts as joined if it was not fenced for this long: librdkafka does not report more."""
 _CLAIM_ATTEMPTS: Final = 8
 """How often Kafka is asked for offsets at a claim, with backoff: a broker that has just started does not know all."""
 

@@ -67,7 +67,7 @@ class Consumer:
                 them. ``on_failure``, ``attempts`` and ``wait`` do not apply; ``most_dead`` counts the failures in a
                 row, and a lost batch as one of them.
     idle_seconds  after which Postgres ends a transaction in which no statement runs: a handler that calls other
-                systems must be quicker, and a member that is suspended blocks the next one for so long.
+                systems must be quicker, and a member that is suspended blocks the next one for that long.
     schema      of the consumers' tables.
     """
 
@@ -140,9 +140,9 @@ class Consumer:
         self._delays = TopicDelays()
 
     def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:
-        """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
+        """Return this member's partitions in which messages wait and that have not moved for that long. No I/O.
 
-        And one without a number if the group has not answered for so long which partitions it gets; with
+        And one without a number if the group has not said for that long which partitions it gets; with
         ``group.protocol=consumer`` only once another member has had its ``group.instance.id``.
 
         For a readiness probe, from any thread: a consumer that runs and has none is ready. Each one says since when,

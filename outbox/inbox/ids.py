@@ -52,7 +52,7 @@ def message_id(message: object, key: str | None = None) -> UUID:
 
 
 def _named(message: object) -> Mapping[str, Any]:
-    """Return a message's headers by name. Of several with the same name the first one counts."""
+    """Return a message's headers by name. If several have one name, the first counts."""
     headers: Any = getattr(message, "headers", message)
     if callable(headers):
         headers = headers_again(message)

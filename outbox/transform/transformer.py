@@ -79,9 +79,9 @@ class Transformer:
         return self._progress.messages
 
     def stalled(self, seconds: float = 300.0) -> list[StalledPartition]:
-        """Return this member's partitions in which messages wait and that have not moved for so long. No I/O.
+        """Return this member's partitions in which messages wait and that have not moved for that long. No I/O.
 
-        And one without a number if the group has not answered for so long which partitions it gets.
+        And one without a number if the group has not said for that long which partitions it gets.
 
         For a readiness probe, from any thread: a member that runs and has none is ready. Each one says since when, and
         why.

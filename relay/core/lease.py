@@ -85,7 +85,7 @@ class HeldLanes:
         self._let_go: list[LetGo] = []
 
     def give(self, leases: Collection[Lease]) -> None:
-        """Give leases to the loop. Of a lane that it has already, the former lease was recalled, and not this one."""
+        """Give leases to the loop. If it has a lane already, the former lease was recalled, and not this one."""
         with self._lock:
             self._leases.update({lease.lane: lease for lease in leases})
             given = {lease.lane for lease in leases}

@@ -160,8 +160,8 @@ class GroupWatch:
         except (SchemaError, BrokerUnavailable) as error:
             if self._required:
                 raise
-            # Consumers in the outbox's own database are shown if the relay may read their tables and their topics. Of a
-            # Kafka that is away others tell.
+            # Consumers in the outbox's own database are shown if the relay may read their tables and their topics.
+            # Others tell that Kafka is away.
             if not self._said:
                 log.info("consumer groups are not shown", error=str(error))
             self._found, self._said = None, True

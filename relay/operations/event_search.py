@@ -32,8 +32,8 @@ SELECT e.* FROM {lanes} AS l
       ORDER BY e.id DESC LIMIT %(limit)s) AS e
  ORDER BY e.id DESC LIMIT %(limit)s"""
 
-# By the time at which an event got into its table. Of the archive one day's partition after the other, newest first:
-# each is sorted as a whole, but not the archive.
+# By the time at which an event got into its table. The archive is read one day's partition after the other, newest
+# first: each is sorted as a whole, but not the archive.
 _MOVED: Final = """
 SELECT id, {lane} AS lane, event_id, aggregate_type, aggregate_id, event_type, {created_at} AS created_at,
        {moved_at} AS moved_at

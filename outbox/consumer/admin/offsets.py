@@ -50,8 +50,8 @@ _POSITIONS: Final = """
 SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets}
  WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp, topic, part"""
 GIVEN_UP: Final = "unconfirmed_from IS NOT NULL AND updated_at <= now() - interval '5 minutes'"
-"""Of a row of offsets: a consumer that was killed has given up a range, which the next claim records. Before, it may be
-confirmed yet.
+"""SQL: a row of offsets whose consumer was killed and has given up a range, which the next claim records. A younger
+range may still be confirmed.
 """
 _OPEN_LOSSES: Final = """
 SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}

@@ -19,7 +19,7 @@ from outbox.consumer.progress import progress
 from outbox.consumer.statements import statement
 
 STANDING: Final = dt.timedelta(minutes=5)
-"""A partition whose offset has not moved for so long stands still, if messages that are as old wait in it."""
+"""A partition whose offset has not moved for this long stands still, if messages that are as old wait in it."""
 _SHOWN: Final = 10
 """How many standing partitions of a group are named as problems; the others are counted."""
 
@@ -40,7 +40,7 @@ _Figure = TypeVar("_Figure", int, float)
 class StandingPartition:
     """A partition in which messages have waited for STANDING, while its offset has not moved for as long.
 
-    waiting  how many offsets have waited for so long.
+    waiting  how many offsets have waited for that long.
     since    when the offset was moved last, or the group taken over if it never was.
     """
 
@@ -144,7 +144,7 @@ def overdue_calls(connection: psycopg.Connection[Any], schema: str) -> Mapping[s
 
 
 def overdue_text(seconds: float) -> str | None:
-    """Return the problem of a group whose oldest due call has waited for so long; None if that is not long."""
+    """Return the problem of a group whose oldest due call has waited for that long; None if that is not long."""
     if seconds <= STANDING.total_seconds():
         return None
     return f"a call has been due for {int(seconds / 60)} minutes"
