@@ -28,8 +28,8 @@ class WaitingLetters:
     """Which keys have dead letters; and retries what an operator, or the end of another dead letter, has released.
 
     The keys are read at a claim, after retries, and from time to time. In between there may be too many: a message that
-    is put behind nothing is released with the next upkeep. Some of those
-    that another member adds may be missing: they are of keys that have moved from its partitions.
+    is put behind nothing is released with the next upkeep. Some of those that another member adds may be missing: they
+    are of keys that have moved from its partitions.
 
     Those of partitions that the group no longer has are retried by the member that has the topic's first one, under its
     claim. When there are more partitions again, two members may do so for a while: one of them locks a letter, and then
