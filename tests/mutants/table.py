@@ -338,6 +338,22 @@ MUTANTS: Final = (
         (_MOST,),
     ),
     Mutant(
+        "a_rollback_counts_as_committed",
+        "inbox: what a handler has rolled back is applied again, and no loss",
+        "outbox/consumer/groups.py",
+        "        return bool(committed)\n",
+        "        return True\n",
+        (f"{_INBOX}/test_failing_messages.py",),
+    ),
+    Mutant(
+        "a_static_group_keeps_its_topics",
+        "inbox, transformer: nothing is applied of topics to which the members no longer subscribe",
+        "outbox/consumer/member_clients.py",
+        "if patterns or each.topic in topics]",
+        "]",
+        ("tests/integration/outbox/test_static_leaders.py",),
+    ),
+    Mutant(
         "a_failing_handler_keeps_its_changes",
         "at-most-once: a message that is recorded as lost has no effect",
         "outbox/inbox/_at_most_once.py",
