@@ -7,7 +7,6 @@ database's clock; how long the provider knows a key goes by the caller's, too. A
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -339,7 +338,7 @@ class Reservations:
                 transition = effect_failed(state, transition, failed, self._rules, chance)
             if transition is not None:
                 done = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back
-                self._write(cursor, row, transition, _json(answer.response) if done else None)
+                self._write(cursor, row, transition, exact_json.jsonb(answer.response) if done else None)
         return transition
 
     def _write(
@@ -485,15 +484,3 @@ def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> ClaimedCall:
 def _storable(text: str | None) -> str | None:
     """Return an error text for the table, truncated to LONGEST_ERROR characters."""
     return None if text is None else storable(text)[:LONGEST_ERROR]
-
-
-def _json(value: object) -> Jsonb:
-    """Return a response as jsonb. One that is not valid JSON is stored as text: the confirmation matters more."""
-    try:
-        text = exact_json.dumps(value, default=str, ensure_ascii=False)
-        text.encode()
-        if r"\u0000" in text:
-            raise ValueError("jsonb holds no NUL")
-    except (TypeError, ValueError, RecursionError):
-        text = json.dumps({"text": ascii(value)[:LONGEST_ERROR]})
-    return Jsonb(None, dumps=lambda _: text)
