@@ -113,10 +113,11 @@ class Outbox(_Configured):
         self._writer.check_events(events)
         late = is_late(not_before, delay)
         ids = [id_of(event, late=late) for event in events]
-        with _trace.writing(events, ids) as trace:
+        with _trace.writing(events) as trace:
             ready = self._writer.serialized(events, ids)
-            steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
-            return run(steps, send)
+            written = run(self._writer.steps(ready, ids, trace.headers, due, lock_key=lock_key), send)
+            trace.name_event(written)
+        return written
 
     def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``, in the target's transaction.
@@ -183,12 +184,13 @@ class AsyncOutbox(_Configured):
         self._writer.check_events(events)
         late = is_late(not_before, delay)
         ids = [id_of(event, late=late) for event in events]
-        with _trace.writing(events, ids) as trace:
+        with _trace.writing(events) as trace:
             ready: Sequence[Event] = events
             if self._writer.serializes:
                 ready = await asyncio.to_thread(self._writer.serialized, events, ids)
-            steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
-            return await run_async(steps, send)
+            written = await run_async(self._writer.steps(ready, ids, trace.headers, due, lock_key=lock_key), send)
+            trace.name_event(written)
+        return written
 
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
