@@ -51,7 +51,7 @@ from outbox.external.reservations import ClaimedCall, Reservations
 from outbox.external.state_machine import Answer, Step, Transition
 
 _LONGEST_PAUSE: Final = 5.0
-_AWAY: Final = (*AWAY, ConsumerUnavailable, Interrupted)
+_UNAVAILABLE_ERRORS: Final = (*AWAY, ConsumerUnavailable, Interrupted)
 _TOO_LATE: Final = Answer("later", "the lease ran out before the call")
 
 Report = Callable[[str, Mapping[str, Any]], None]
@@ -89,7 +89,7 @@ class _Answered:
     step: Step
     answer: Answer
     until: float
-    chance: float = field(default_factory=random.random)
+    jitter: float = field(default_factory=random.random)
     strikes: Strikes = field(default_factory=Strikes)
     failed: str | None = None
 
@@ -131,7 +131,7 @@ class Caller:
                     try:
                         with self._patience.attempt():
                             wait = self._round(until, poll)
-                    except _AWAY as error:
+                    except _UNAVAILABLE_ERRORS as error:
                         wait = self._pause_without_database(error)
                     if wait is None:
                         break
@@ -210,7 +210,7 @@ class Caller:
                 with self._patience.attempt():
                     self._settle()
                 self._database_answered()
-            except _AWAY as error:
+            except _UNAVAILABLE_ERRORS as error:
                 pause = self._pause_without_database(error)
                 if not self._running:
                     if uptime() + pause > max(answered.until for answered in self._unsettled):
@@ -291,7 +291,7 @@ class Caller:
                     answered.claim,
                     answered.step,
                     answered.answer,
-                    answered.chance,
+                    answered.jitter,
                     answered.failed,
                 )
             except Interrupted as error:

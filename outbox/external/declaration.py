@@ -211,7 +211,7 @@ class External:
         report: Report | None = None,
         patience: float | None = 60.0,
     ) -> Counts:
-        """Run a Caller; see there."""
+        """Run a ``Caller`` for this External; see ``Caller.run``."""
         from outbox.external.caller import Caller
 
         return Caller(self, connect, report, patience).run(stop, until)

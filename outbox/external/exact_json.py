@@ -14,7 +14,9 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from psycopg.types.json import Jsonb
+import psycopg
+from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb, set_json_loads
 
 from outbox.consumer.errors import LONGEST_ERROR
 
@@ -45,6 +47,13 @@ def dumps(value: object, default: Callable[[object], object] | None = None, *, e
 
     text = json.dumps(value, default=encode, allow_nan=False, ensure_ascii=ensure_ascii)
     return re.sub(f'"{mark}([0-9]+)"', lambda found: numbers[int(found[1])], text) if numbers else text
+
+
+def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[dict[str, Any]]:
+    """Return a cursor for rows of reservations: it rounds no number of a request or response."""
+    rows = connection.cursor(row_factory=dict_row)
+    set_json_loads(loads, rows)
+    return rows
 
 
 def jsonb(response: object) -> Jsonb:
