@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 from uuid import UUID
 
@@ -50,32 +51,49 @@ def fail(span: Span, error: BaseException) -> None:
     span.set_status(StatusCode.ERROR)
 
 
-_UNTRACED: Final[AbstractContextManager[Mapping[str, str]]] = nullcontext({})
+@dataclass(frozen=True, slots=True)
+class WriteTrace:
+    """The trace of one write of events.
 
-
-def writing(events: Sequence[Event], ids: Sequence[UUID]) -> AbstractContextManager[Mapping[str, str]]:
-    """Return a block that yields ``traceparent`` and ``tracestate`` for these events, which are written within it.
-
-    They are those of a span of this write, or, where no tracer provider is configured, of the active span; empty
-    without one. OpenTelemetry is never imported here: where it has not been imported, no span can be active.
+    headers  ``traceparent`` and ``tracestate`` for the events; empty without a span.
+    span     of this write, if it has one of its own.
     """
-    return _traced(events, ids) if "opentelemetry.trace" in sys.modules else _UNTRACED
+
+    headers: Mapping[str, str]
+    span: Span | None = None
+
+    def name_event(self, ids: Sequence[UUID]) -> None:
+        """Add the id to the span, if there is one event. Only the write shows which event has its idempotency key."""
+        if self.span is not None and len(ids) == 1:
+            self.span.set_attribute(MESSAGE_ID, str(ids[0]))
+
+
+_UNTRACED: Final[AbstractContextManager[WriteTrace]] = nullcontext(WriteTrace({}))
+
+
+def writing(events: Sequence[Event]) -> AbstractContextManager[WriteTrace]:
+    """Return a block in which these events are written.
+
+    Their trace is that of a span of this write, or, where no tracer provider is configured, of the active span.
+    OpenTelemetry is never imported here: where it has not been imported, no span can be active.
+    """
+    return _traced(events) if "opentelemetry.trace" in sys.modules else _UNTRACED
 
 
 @contextmanager
-def _traced(events: Sequence[Event], ids: Sequence[UUID]) -> Iterator[Mapping[str, str]]:
+def _traced(events: Sequence[Event]) -> Iterator[WriteTrace]:
     from opentelemetry import trace
 
     provider = trace.get_tracer_provider()
     if isinstance(provider, trace.ProxyTracerProvider):
-        yield _current()
+        yield WriteTrace(_current())
         return
     span = tracer(provider).start_span(
-        "add", kind=trace.SpanKind.PRODUCER, attributes=_attributes(events, ids), record_exception=False
+        "add", kind=trace.SpanKind.PRODUCER, attributes=_attributes(events), record_exception=False
     )
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         try:
-            yield _current()
+            yield WriteTrace(_current(), span)
         except BaseException as error:
             fail(span, error)
             raise
@@ -89,15 +107,13 @@ def _current() -> dict[str, str]:
     return carrier
 
 
-def _attributes(events: Sequence[Event], ids: Sequence[UUID]) -> dict[str, str | int]:
+def _attributes(events: Sequence[Event]) -> dict[str, str | int]:
     found: dict[str, str | int] = {
         SYSTEM: KAFKA,
         OPERATION_TYPE: "create",
         OPERATION_NAME: "add",
     }
-    if len(events) == 1:
-        found[MESSAGE_ID] = str(ids[0])
-    else:
+    if len(events) != 1:
         found[MESSAGE_COUNT] = len(events)
     for name, values in (
         (AGGREGATE_TYPE, {event.aggregate_type for event in events}),

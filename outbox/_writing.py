@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import orjson
@@ -24,21 +24,33 @@ from outbox.serializing import Serializer, serialize
 _MOST_LOCKS: Final = 1000
 """Keys that one call may lock. By default the server's lock table, which all sessions share, has 6,400 places. When
 the table is full, any statement of any session may fail."""
-_OTHERS_LOCKS: Final = (
+_FEWER_LOCKS_ADVICE: Final = (
     "write the events in several transactions, or leave out lock_key and lock the aggregates' rows instead (UPDATE, "
     "SELECT … FOR UPDATE), which take no place there"
 )
 _MOST_DELAY: Final = dt.timedelta(days=36_500)
 _LATE: Final = dt.timedelta(days=7)
-"""Consumers remember ids for two weeks by default, and may be behind."""
+"""An event due later than this gets an id without a day: consumers forget ids by day, after two weeks by default."""
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _NOTES: Final = {
     "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
-    "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_OTHERS_LOCKS}",
+    "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_FEWER_LOCKS_ADVICE}",
 }
 
 
 DefaultHeaders = Mapping[str, str] | Callable[[], Mapping[str, str]] | None
+
+
+class KeyOwner(NamedTuple):
+    """The event that has an idempotency key."""
+
+    event_id: str
+    aggregate_id: str
+    event_type: str
+
+
+_Owners = dict[tuple[str, str], KeyOwner]
+"""By aggregate type and key."""
 
 
 class Writer:
@@ -75,11 +87,11 @@ class Writer:
         )
 
     @property
-    def serializes(self) -> bool:
-        """Return whether events have to go through ``serialized``."""
+    def has_serializer(self) -> bool:
+        """Return whether events have to go through ``serialize_payloads``."""
         return self._serializer is not None
 
-    def serialized(self, events: Sequence[Event], ids: Sequence[UUID]) -> Sequence[Event]:
+    def serialize_payloads(self, events: Sequence[Event], ids: Sequence[UUID]) -> Sequence[Event]:
         """Return the events with their payloads serialized. Raises EventError, SchemaRegistryUnavailable."""
         serializer = self._serializer
         if serializer is None:
@@ -104,18 +116,18 @@ class Writer:
         events: Sequence[Event],
         ids: Sequence[UUID],
         trace: Mapping[str, str],
-        when: Mapping[str, Any] | None,
+        due: Mapping[str, Any] | None,
         *,
         lock_key: bool,
     ) -> Steps[list[UUID]]:
         """Return what is to be sent for these events, step by step. Raises EventError and its subclasses."""
-        _check_locks(events, when, lock_key=lock_key)
+        _check_locks(events, due, lock_key=lock_key)
         headers = self._headers()
         rows = [self._row(event, its, trace, headers) for event, its in zip(events, ids, strict=True)]
         if self._unique_keys and any(event.idempotency_key is not None for event in events):
-            return (yield from self._unique(events, rows, when, lock_key=lock_key))
-        if when is not None:
-            yield Step(_statements.schedule_many(self._schema), {**_lists(rows), **when})
+            return (yield from self._unique(events, rows, due, lock_key=lock_key))
+        if due is not None:
+            yield Step(_statements.schedule_many(self._schema), {**_lists(rows), **due})
         elif not lock_key and len(rows) == 1:
             yield Step(_statements.insert_one(self._schema), rows[0])
         else:
@@ -126,57 +138,70 @@ class Writer:
         self,
         events: Sequence[Event],
         rows: Sequence[dict[str, Any]],
-        when: Mapping[str, Any] | None,
+        due: Mapping[str, Any] | None,
         *,
         lock_key: bool,
     ) -> Steps[list[UUID]]:
         """Write the events without a key, and of those with the same key the first one ever. See ``steps``."""
-        statement = _statements.insert_unique(self._schema, scheduled=when is not None, lock_key=lock_key)
-        owners: dict[tuple[str, str], tuple[str, str, str]] = {}
+        statement = _statements.insert_unique(self._schema, scheduled=due is not None, lock_key=lock_key)
+        owners: _Owners = {}
         chosen: list[dict[str, Any]] = []
         for event, row in zip(events, rows, strict=True):
-            if event.idempotency_key is None:
-                chosen.append({**row, _statements.KEY: None})
-            elif (key := (event.aggregate_type, event.idempotency_key)) not in owners:
-                owners[key] = row["event_id"], event.aggregate_id, event.event_type
+            key = _key_of(event)
+            if key not in owners:
                 chosen.append({**row, _statements.KEY: event.idempotency_key})
+            if key is not None:
+                owners.setdefault(key, KeyOwner(row["event_id"], event.aggregate_id, event.event_type))
         _check_owners(events, owners)
-        again = False
-        while chosen:
-            values = _lists(chosen, (*_statements.COLUMNS, _statements.KEY))
-            answer = yield Step(statement, {**values, **(when or {})}, answers=True)
-            owners |= _owners(row for row in answer if row[2] is not None)
-            _check_owners(events, owners)
-            fresh = {(kind, key) for kind, key, *_ in answer}
-            old = [row for row in chosen if row[_statements.KEY] is not None and _key_of(row) not in fresh]
-            if not old:
-                break
-            values = _lists(old, ("aggregate_type", _statements.KEY))
-            found = _owners((yield Step(_statements.known_keys(self._schema), values, answers=True)))
-            owners |= found
-            _check_owners(events, owners)
-            # One that was forgotten between the two statements is new: once, as by now it is written.
-            left = [row for row in old if _key_of(row) not in found]
-            if again and len(left) == len(chosen):
+        left = yield from self._claim_keys(events, chosen, owners, statement, due)
+        while left:
+            again = yield from self._claim_keys(events, left, owners, statement, due)
+            # What had been forgotten is written by now.
+            if len(again) == len(left):
                 raise TargetError(
                     "the database has other idempotency keys than were written: the encoding of the database or the "
                     "session is SQL_ASCII, so that texts come back as bytes, or a trigger changes them"
                 )
-            chosen, again = left, True
-        first = [
-            None if one.idempotency_key is None else owners[one.aggregate_type, one.idempotency_key] for one in events
-        ]
-        return [UUID(row["event_id"] if one is None else one[0]) for one, row in zip(first, rows, strict=True)]
+            left = again
+        keys = map(_key_of, events)
+        ids = [row["event_id"] if key is None else owners[key].event_id for key, row in zip(keys, rows, strict=True)]
+        return list(map(UUID, ids))
 
-    def reschedule(self, event_id: UUID, when: Mapping[str, Any] | None) -> Step:
+    def _claim_keys(
+        self,
+        events: Sequence[Event],
+        rows: Sequence[dict[str, Any]],
+        owners: _Owners,
+        statement: _statements.Statement,
+        due: Mapping[str, Any] | None,
+    ) -> Steps[list[dict[str, Any]]]:
+        """Write the rows without a key or with a new one, and add the owners of the other keys to ``owners``.
+
+        Returns the rows whose key was forgotten between the two statements: it is new, and they are not written.
+        """
+        values = _lists(rows, (*_statements.COLUMNS, _statements.KEY))
+        answer = yield Step(statement, {**values, **(due or {})}, answers=True)
+        owners.update(_owners(answer))
+        _check_owners(events, owners)
+        fresh = {(kind, key) for kind, key, *_ in answer}
+        known = [row for row in rows if row[_statements.KEY] is not None and _row_key(row) not in fresh]
+        if not known:
+            return []
+        values = _lists(known, ("aggregate_type", _statements.KEY))
+        found = _owners((yield Step(_statements.known_keys(self._schema), values, answers=True)))
+        owners.update(found)
+        _check_owners(events, owners)
+        return [row for row in known if _row_key(row) not in found]
+
+    def reschedule_step(self, event_id: UUID, due: Mapping[str, Any] | None) -> Step:
         """Return the step that changes the time of a scheduled event: a row, if there is one. Raises EventError."""
         check_event_id(event_id)
-        if when is None:
+        if due is None:
             raise EventError("not_before", "is missing, and so is delay: one of them says when")
-        return Step(_statements.reschedule(self._schema), {"event_id": str(event_id), **when}, answers=True)
+        return Step(_statements.reschedule(self._schema), {"event_id": str(event_id), **due}, answers=True)
 
-    def checking(self) -> Step:
-        """Return the step whose rows show whether the writer can work; see ``checked``."""
+    def check_step(self) -> Step:
+        """Return the step whose rows name what keeps the writer from working; see ``raise_for``."""
         needed = [("events", name, "INSERT") for name in _statements.COLUMNS]
         needed += [("scheduled", name, "") for name in (*_statements.COLUMNS, "not_before")]
         rights = ("INSERT", "SELECT") if self._unique_keys else ("",)
@@ -184,8 +209,8 @@ class Writer:
         values = dict(zip(("tables", "names", "rights"), map(list, zip(*needed, strict=True)), strict=True))
         return Step(_statements.check(), {"schema": self._schema, **values}, answers=True)
 
-    def checked(self, rows: Rows) -> None:
-        """Raise SchemaError or TargetError for what the rows of ``checking`` name."""
+    def raise_for(self, rows: Rows) -> None:
+        """Raise SchemaError or TargetError for what the rows of ``check_step`` name; nothing if there are none."""
         problems: dict[str, list[str]] = {}
         for problem, table, name in rows:
             problems.setdefault(problem, []).append(f"{table}.{name}")
@@ -203,7 +228,7 @@ class Writer:
             what = f"the schema {self._schema}" if right == "USAGE" else denied[0]
             raise SchemaError.refused(f"the role lacks the right {right} on {what}", denied=True)
 
-    def cancel(self, event_id: UUID) -> Step:
+    def cancel_step(self, event_id: UUID) -> Step:
         """Return the step that deletes a scheduled event: a row with their number. Raises EventError."""
         check_event_id(event_id)
         return Step(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
@@ -242,7 +267,7 @@ def _topic_problem(aggregate_type: str) -> str | None:
     return _topics.topic_problem(_topics.default_topic(aggregate_type))
 
 
-def when(not_before: Any, delay: Any) -> dict[str, Any] | None:
+def due_values(not_before: Any, delay: Any) -> dict[str, Any] | None:
     """Return the parameters that say when an event is due, None for one that is not scheduled. Raises EventError."""
     if delay is not None:
         if not_before is not None:
@@ -267,11 +292,11 @@ def is_late(not_before: dt.datetime | None, delay: dt.timedelta | None) -> bool:
     return lead is not None and lead > _LATE
 
 
-def _check_locks(events: Sequence[Event], when: object, *, lock_key: bool) -> None:
+def _check_locks(events: Sequence[Event], due: object, *, lock_key: bool) -> None:
     """Raise EventError for locks that would not help, or that are too many."""
     if not lock_key:
         return
-    if when is not None:
+    if due is not None:
         raise EventError(
             "lock_key",
             "can't be combined with not_before or delay: scheduled events are ordered by the time at which they become "
@@ -282,7 +307,7 @@ def _check_locks(events: Sequence[Event], when: object, *, lock_key: bool) -> No
         raise EventError(
             "lock_key",
             f"would lock {keys:,} keys, and {_MOST_LOCKS:,} are allowed: each takes a place in the server's lock "
-            f"table, which all sessions share; {_OTHERS_LOCKS}",
+            f"table, which all sessions share; {_FEWER_LOCKS_ADVICE}",
         )
 
 
@@ -319,20 +344,29 @@ def _lists(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = _statements
     return {name: [row[name] for row in rows] for name in names}
 
 
-def _key_of(row: Mapping[str, Any]) -> tuple[str, str]:
+def _key_of(event: Event) -> tuple[str, str] | None:
+    return None if event.idempotency_key is None else (event.aggregate_type, event.idempotency_key)
+
+
+def _row_key(row: Mapping[str, Any]) -> tuple[str, str]:
     return row["aggregate_type"], row[_statements.KEY]
 
 
-def _owners(rows: Iterable[Sequence[Any]]) -> dict[tuple[str, str], tuple[str, str, str]]:
-    """Return the events that have keys, by aggregate type and key, from rows of KEY_COLUMNS."""
-    return {(kind, key): (event_id, aggregate_id, event_type) for kind, key, event_id, aggregate_id, event_type in rows}
+def _owners(rows: Iterable[Sequence[Any]]) -> _Owners:
+    """Return the keys' owners, from rows of KEY_COLUMNS. Those of new keys name no event, and are left out."""
+    return {
+        (kind, key): KeyOwner(event_id, aggregate_id, event_type)
+        for kind, key, event_id, aggregate_id, event_type in rows
+        if event_id is not None
+    }
 
 
-def _check_owners(events: Sequence[Event], owners: Mapping[tuple[str, str], tuple[str, str, str]]) -> None:
+def _check_owners(events: Sequence[Event], owners: _Owners) -> None:
     """Raise IdempotencyKeyReused if an event's key is that of another fact. ``owners`` has the first event of a key."""
     for event in events:
         if event.idempotency_key is None:
             continue
-        event_id, *first = owners[event.aggregate_type, event.idempotency_key]
-        if first != [event.aggregate_id, event.event_type]:
-            raise IdempotencyKeyReused(event.idempotency_key, event.aggregate_type, (first[0], first[1]), event_id)
+        owner = owners[event.aggregate_type, event.idempotency_key]
+        first = owner.aggregate_id, owner.event_type
+        if first != (event.aggregate_id, event.event_type):
+            raise IdempotencyKeyReused(event.idempotency_key, event.aggregate_type, first, owner.event_id)

@@ -19,7 +19,7 @@ from uuid import UUID
 
 from outbox import _trace
 from outbox._sending import run, run_async
-from outbox._writing import DefaultHeaders, Writer, is_late, when
+from outbox._writing import DefaultHeaders, Writer, due_values, is_late
 from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
 from outbox.serializing import Serializer
 
@@ -74,7 +74,9 @@ class Outbox(_Configured):
         not_before: dt.datetime | None = None,
         delay: dt.timedelta | None = None,
     ) -> UUID:
-        """Write one event in the target's transaction, with one statement. Returns its event_id, given or new.
+        """Write one event in the target's transaction, and return its event_id, given or new.
+
+        With one statement; with ``unique_keys`` with more if the key is known.
 
         not_before schedules the event: it waits in a table of its own until this time, by the database's clock. Then a
         relay writes it like a new event of that moment, behind all earlier ones; until then it delays no other event.
@@ -101,22 +103,23 @@ class Outbox(_Configured):
         not_before: dt.datetime | None = None,
         delay: dt.timedelta | None = None,
     ) -> list[UUID]:
-        """Write events in the list's order, in one round trip, and return their ids. See ``add``.
+        """Write events in the list's order, and return their ids. See ``add``.
 
-        Sends nothing for an empty list.
+        In one round trip; with ``unique_keys`` in more if a key is known. Sends nothing for an empty list.
         """
         events = tuple(events)
         send = self._writer.sender.to(target)
-        due = when(not_before, delay)
+        due = due_values(not_before, delay)
         if not events:
             return []
         self._writer.check_events(events)
         late = is_late(not_before, delay)
         ids = [id_of(event, late=late) for event in events]
-        with _trace.writing(events, ids) as trace:
-            ready = self._writer.serialized(events, ids)
-            steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
-            return run(steps, send)
+        with _trace.writing(events) as trace:
+            ready = self._writer.serialize_payloads(events, ids)
+            written = run(self._writer.steps(ready, ids, trace.headers, due, lock_key=lock_key), send)
+            trace.name_event(written)
+        return written
 
     def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``, in the target's transaction.
@@ -125,7 +128,9 @@ class Outbox(_Configured):
         transaction cancels it. The role needs the rights of a `canceller` (`outbox db roles`). Raises TargetError for a
         target without a transaction, EventError for an id that is not a UUID.
         """
-        return bool(self._writer.sender.to(target)(self._writer.cancel(event_id))[0][0])
+        send = self._writer.sender.to(target)
+        ((deleted,),) = send(self._writer.cancel_step(event_id))
+        return bool(deleted)
 
     def reschedule(
         self,
@@ -139,7 +144,9 @@ class Outbox(_Configured):
 
         delay counts from now, by the database's clock.
         """
-        return bool(self._writer.sender.to(target)(self._writer.reschedule(event_id, when(not_before, delay))))
+        send = self._writer.sender.to(target)
+        changed = send(self._writer.reschedule_step(event_id, due_values(not_before, delay)))
+        return bool(changed)
 
     def check(self, target: SyncTarget) -> None:
         """Raise what would keep ``add`` from writing in the target's transaction; for a readiness probe.
@@ -147,7 +154,8 @@ class Outbox(_Configured):
         Reads the catalog, and writes nothing: whether the tables have this version's columns, whether the role may
         insert, and whether the transaction may write. Raises SchemaError, TargetError.
         """
-        self._writer.checked(self._writer.sender.to(target)(self._writer.checking()))
+        send = self._writer.sender.to(target)
+        self._writer.raise_for(send(self._writer.check_step()))
 
 
 class AsyncOutbox(_Configured):
@@ -174,25 +182,28 @@ class AsyncOutbox(_Configured):
         not_before: dt.datetime | None = None,
         delay: dt.timedelta | None = None,
     ) -> list[UUID]:
-        """Write events in the list's order, in one round trip; see ``Outbox.add_many``."""
+        """Write events in the list's order; see ``Outbox.add_many``."""
         events = tuple(events)
         send = self._writer.sender.to_async(target)
-        due = when(not_before, delay)
+        due = due_values(not_before, delay)
         if not events:
             return []
         self._writer.check_events(events)
         late = is_late(not_before, delay)
         ids = [id_of(event, late=late) for event in events]
-        with _trace.writing(events, ids) as trace:
+        with _trace.writing(events) as trace:
             ready: Sequence[Event] = events
-            if self._writer.serializes:
-                ready = await asyncio.to_thread(self._writer.serialized, events, ids)
-            steps = self._writer.steps(ready, ids, trace, due, lock_key=lock_key)
-            return await run_async(steps, send)
+            if self._writer.has_serializer:
+                ready = await asyncio.to_thread(self._writer.serialize_payloads, events, ids)
+            written = await run_async(self._writer.steps(ready, ids, trace.headers, due, lock_key=lock_key), send)
+            trace.name_event(written)
+        return written
 
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
-        return bool((await self._writer.sender.to_async(target)(self._writer.cancel(event_id)))[0][0])
+        send = self._writer.sender.to_async(target)
+        ((deleted,),) = await send(self._writer.cancel_step(event_id))
+        return bool(deleted)
 
     async def reschedule(
         self,
@@ -203,10 +214,11 @@ class AsyncOutbox(_Configured):
         delay: dt.timedelta | None = None,
     ) -> bool:
         """Change the time of a scheduled event; see ``Outbox.reschedule``."""
-        return bool(
-            await self._writer.sender.to_async(target)(self._writer.reschedule(event_id, when(not_before, delay)))
-        )
+        send = self._writer.sender.to_async(target)
+        changed = await send(self._writer.reschedule_step(event_id, due_values(not_before, delay)))
+        return bool(changed)
 
     async def check(self, target: AsyncTarget) -> None:
         """Raise what would keep ``add`` from writing in the target's transaction; see ``Outbox.check``."""
-        self._writer.checked(await self._writer.sender.to_async(target)(self._writer.checking()))
+        send = self._writer.sender.to_async(target)
+        self._writer.raise_for(await send(self._writer.check_step()))

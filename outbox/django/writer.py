@@ -49,7 +49,7 @@ class DjangoOutbox:
             return self._outbox.add(target, event, **given)
 
     def add_many(self, events: Iterable[Event], **given: Unpack[_Adding]) -> list[UUID]:
-        """Write events in the list's order, in one round trip; see ``Outbox.add_many``."""
+        """Write events in the list's order; see ``Outbox.add_many``."""
         with self._transaction() as target:
             return self._outbox.add_many(target, events, **given)
 

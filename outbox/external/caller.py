@@ -51,7 +51,8 @@ from outbox.external.reservations import ClaimedCall, Reservations
 from outbox.external.state_machine import Answer, Step, Transition
 
 _LONGEST_PAUSE: Final = 5.0
-_AWAY: Final = (*AWAY, ConsumerUnavailable, Interrupted)
+_UNAVAILABLE_ERRORS: Final = (*AWAY, ConsumerUnavailable, Interrupted)
+_TOO_LATE: Final = Answer("later", "the lease ran out before the call")
 
 Report = Callable[[str, Mapping[str, Any]], None]
 Connect = Callable[[], psycopg.Connection[Any]]
@@ -88,7 +89,7 @@ class _Answered:
     step: Step
     answer: Answer
     until: float
-    chance: float = field(default_factory=random.random)
+    jitter: float = field(default_factory=random.random)
     strikes: Strikes = field(default_factory=Strikes)
     failed: str | None = None
 
@@ -130,7 +131,7 @@ class Caller:
                     try:
                         with self._patience.attempt():
                             wait = self._round(until, poll)
-                    except _AWAY as error:
+                    except _UNAVAILABLE_ERRORS as error:
                         wait = self._pause_without_database(error)
                     if wait is None:
                         break
@@ -209,7 +210,7 @@ class Caller:
                 with self._patience.attempt():
                     self._settle()
                 self._database_answered()
-            except _AWAY as error:
+            except _UNAVAILABLE_ERRORS as error:
                 pause = self._pause_without_database(error)
                 if not self._running:
                     if uptime() + pause > max(answered.until for answered in self._unsettled):
@@ -232,15 +233,19 @@ class Caller:
 
     def _call(self, claim: ClaimedCall, until: float) -> None:
         """Make the call, in a thread of its own. Any result becomes an answer."""
-        step, answer = claim.step, Answer("later", "the lease ran out before the call")
+        step, answer = claim.step, _TOO_LATE
         try:
-            if uptime() + self._external.timeout <= until:
-                step, answer = self._ask_or_call(claim)
+            if self._has_time(until):
+                step, answer = self._ask_or_call(claim, until)
         except BaseException as error:  # noqa: BLE001  every call must get an answer
             answer = Answer("unknown", f"{type(error).__name__}: {error}")
         self._answers.put(_Answered(claim, step, answer, until))
 
-    def _ask_or_call(self, claim: ClaimedCall) -> tuple[Step, Answer]:
+    def _has_time(self, until: float) -> bool:
+        """Return whether a call that begins now ends within its lease: after that, another caller may make it."""
+        return uptime() + self._external.timeout <= until
+
+    def _ask_or_call(self, claim: ClaimedCall, until: float) -> tuple[Step, Answer]:
         external = self._external
         key = f"{claim.message_id}{external.key_suffix}"
         call = Call(
@@ -267,6 +272,8 @@ class Caller:
             if answer.response is not None:
                 kind = type(answer.response).__name__
                 return "ask", Answer("unknown", f"ask must give Done or None, and gave {kind}")
+            if not self._has_time(until):
+                return "ask", _TOO_LATE
         return "call", _answer_of(external.call, call)
 
     def _collect(self, answered: _Answered) -> None:
@@ -284,7 +291,7 @@ class Caller:
                     answered.claim,
                     answered.step,
                     answered.answer,
-                    answered.chance,
+                    answered.jitter,
                     answered.failed,
                 )
             except Interrupted as error:

@@ -123,7 +123,8 @@ class External:
     first_wait, longest_wait    seconds between attempts: doubled each time, with jitter.
     key_seconds     how long the provider remembers a key, at most 100 years: for one that never forgets. After that a
                     call that may have been done is not repeated.
-    lease           seconds after which an attempt counts as lost; longer than a call can take. None: from ``timeout``.
+    lease           seconds after which an attempt counts as lost; longer than ``timeout``, with ``ask`` than twice
+                    that. None: from ``timeout``.
     key_suffix      is appended to the keys, for a second effect of the same messages at the same provider.
     schema          of the consumers' tables.
 
@@ -165,8 +166,13 @@ class External:
             raise JobError("workers and max_attempts: must be at least 1")
         if self.lease is not None and self.lease > _LONGEST:
             raise JobError(f"lease: must be at most {_LONGEST:.0f} seconds (100 years)")
-        if self.lease is not None and not self.lease > self.timeout:
-            raise JobError("lease: must be longer than timeout, or calls would be repeated while they are under way")
+        longest = self._longest_attempt
+        if self.lease is not None and not self.lease > longest:
+            attempt = "ask and call together" if self.ask else "timeout"
+            raise JobError(
+                f"lease: must be longer than {attempt} ({longest:g} s), or calls would be repeated while they are "
+                "under way"
+            )
 
     @property
     def rules(self) -> Rules:
@@ -176,8 +182,12 @@ class External:
 
     @property
     def lease_seconds(self) -> float:
-        """How long an attempt may take: the time for ``ask`` and ``call``, and a margin."""
-        return self.lease or self.timeout * (2 if self.ask else 1) * 1.5 + _MARGIN
+        """The lease of an attempt: by default the time for ``ask`` and ``call``, and a margin."""
+        return self.lease or self._longest_attempt * 1.5 + _MARGIN
+
+    @property
+    def _longest_attempt(self) -> float:
+        return self.timeout * (2 if self.ask else 1)
 
     def reserve(self) -> str:
         """Return the SQL that reserves calls, as a ConsumerJob's effect or to append to one after a semicolon."""
@@ -201,7 +211,7 @@ class External:
         report: Report | None = None,
         patience: float | None = 60.0,
     ) -> Counts:
-        """Run a Caller; see there."""
+        """Run a ``Caller`` for this External; see ``Caller.run``."""
         from outbox.external.caller import Caller
 
         return Caller(self, connect, report, patience).run(stop, until)

@@ -14,6 +14,12 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
+import psycopg
+from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb, set_json_loads
+
+from outbox.consumer.errors import LONGEST_ERROR
+
 _MOST_ZEROS = 400
 """How many an exponent may stand for: jsonb spells numbers out, and 1e100000 would get long."""
 
@@ -41,6 +47,26 @@ def dumps(value: object, default: Callable[[object], object] | None = None, *, e
 
     text = json.dumps(value, default=encode, allow_nan=False, ensure_ascii=ensure_ascii)
     return re.sub(f'"{mark}([0-9]+)"', lambda found: numbers[int(found[1])], text) if numbers else text
+
+
+def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[dict[str, Any]]:
+    """Return a cursor for rows of reservations: it rounds no number of a request or response."""
+    rows = connection.cursor(row_factory=dict_row)
+    set_json_loads(loads, rows)
+    return rows
+
+
+def jsonb(response: object) -> Jsonb:
+    """Return a response as jsonb. What jsonb can't hold is stored as text: the confirmation matters more."""
+    try:
+        text = dumps(response, default=str, ensure_ascii=False)
+        text.encode()
+        # Not where an escaped backslash is followed by these letters.
+        if r"\u0000" in text.replace(r"\\", ""):
+            raise ValueError("jsonb holds no NUL")
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps({"text": ascii(response)[:LONGEST_ERROR]})
+    return Jsonb(None, dumps=lambda _: text)
 
 
 def _fraction(text: str) -> float | Decimal:

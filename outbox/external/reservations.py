@@ -1,23 +1,22 @@
 """The table of effects outside the database: claim, settle, and operators' actions. Short transactions only.
 
 Every method but ``forget`` is one transaction on the given connection, which must be in autocommit mode, by the
-database's clock; how long the provider knows a key goes by the caller's, too. A claim writes the end of the lease into
-``next_attempt_at`` and raises ``attempts``; no transaction is open during the call. Raises psycopg's errors.
+database's clock; a key's expiry is computed with both that clock and the caller's. A claim writes the end of the lease
+into ``next_attempt_at`` and raises ``attempts``; no transaction is open during the call. Raises psycopg's errors.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import dict_row, tuple_row
-from psycopg.types.json import Jsonb, set_json_loads
+from psycopg.rows import tuple_row
+from psycopg.types.json import Jsonb
 
 from outbox._clients import blocks
 from outbox._clients.durable import SYNCHRONOUS
@@ -30,6 +29,7 @@ from outbox.errors import NotFound
 from outbox.external import exact_json
 from outbox.external.declaration import External, Settled
 from outbox.external.state_machine import (
+    CALL_STEPS,
     Answer,
     ReservationState,
     Step,
@@ -50,10 +50,10 @@ SELECT ctid, order_key, id FROM {reservations}
 # yet, so a call may wait a little too long but never goes out too early.
 _DUE: Final = """
 WITH front AS MATERIALIZED ({front})
-SELECT due.*, due.response IS NOT NULL AS known, due.attempts - due.budget_from AS used,
+SELECT due.*, due.response IS NOT NULL AS has_response, due.attempts - due.budget_from AS used,
        -- A request that begins now may reach the provider as late as its lease ends.
        coalesce(due.key_until <= greatest(now(), to_timestamp(%(clock)s)) + make_interval(secs => %(lease)s), false)
-           AS expired
+           AS key_expired
   FROM front, LATERAL (
         SELECT * FROM {reservations} AS one
          WHERE one.ctid = front.ctid AND one.state IN ('reserved', 'calling', 'cancelling')
@@ -99,9 +99,9 @@ UPDATE {reservations} SET parked = false, next_attempt_at = now()
          WHERE grp = %(grp)s AND name = %(name)s AND settled_at IS NULL AND id > %(id)s
            AND hashtextextended(order_key, 0) = hashtextextended(%(order_key)s, 0) AND order_key = %(order_key)s
          ORDER BY id LIMIT 1 FOR UPDATE))"""
-_NOW: Final = """
-SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
-       coalesce(key_until <= now(), false) AS expired
+_LOCK_ROW: Final = """
+SELECT *, response IS NOT NULL AS has_response, attempts - budget_from AS used,
+       coalesce(key_until <= now(), false) AS key_expired
   FROM {reservations} WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s FOR UPDATE"""
 # Durable: the claim is the only trace of a call, and a server that forgot it would have it made again, without an
 # ``ask``. The key's time begins by the earlier of two clocks, and in _DUE it ends by the later one: where the
@@ -135,7 +135,7 @@ _NO_CONFLICT: Final = """
 UPDATE {reservations} SET conflict = NULL
  WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
 # Without calls behind a stuck one, which wait for an operator. What is parked follows one that is found, or is stuck.
-_LEFT: Final = """
+_NEXT_DUE: Final = """
 SELECT extract(epoch FROM next_attempt_at - now())::float8
   FROM {reservations} AS due
  WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling') AND NOT parked
@@ -157,26 +157,26 @@ SELECT grp, name, message_id, topic, part, message_offset, order_key, state, uns
  WHERE (%(grp)s::text IS NULL OR grp = %(grp)s) AND (%(name)s::text IS NULL OR name = %(name)s)
    AND (state = ANY(%(states)s) OR conflict IS NOT NULL)
  ORDER BY id LIMIT %(most)s"""
-_CHOSEN: Final = """
+_MATCHES: Final = """
  WHERE (%(grp)s::text IS NULL OR grp = %(grp)s) AND (%(name)s::text IS NULL OR name = %(name)s)
    AND (%(ids)s::uuid[] IS NULL OR message_id = ANY(%(ids)s))"""
-_COUNTS: Final = "SELECT state, count(*) FROM {reservations} {chosen} GROUP BY state"
+_COUNTS: Final = "SELECT state, count(*) FROM {reservations} {matches} GROUP BY state"
 _RETRY: Final = """
 UPDATE {reservations}
    SET state = CASE WHEN taking_back THEN 'cancelling' ELSE 'reserved' END, budget_from = attempts,
        next_attempt_at = now(), parked = false, unsure = unsure AND NOT %(not_done)s,
        key_until = CASE WHEN %(not_done)s THEN NULL ELSE key_until END
-{chosen} AND state = 'stuck'
+{matches} AND state = 'stuck'
 RETURNING message_id"""
 _CANCEL: Final = """
 UPDATE {reservations}
    SET state = 'cancelling', taking_back = true, unsure = unsure OR response IS NOT NULL, budget_from = attempts,
        key_until = NULL, next_attempt_at = now(), parked = false, last_error = %(why)s
-{chosen} AND state IN ('reserved', 'stuck') AND NOT taking_back
+{matches} AND state IN ('reserved', 'stuck') AND NOT taking_back
 RETURNING message_id"""
 _FORGET: Final = """
 DELETE FROM {reservations}
-{chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL AND {in_step}"""
+{matches} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL AND {in_step}"""
 
 OPEN: Final = ("reserved", "calling", "cancelling")
 _CLOCK: Final = time.time
@@ -219,7 +219,7 @@ class Reservations:
         claims: list[ClaimedCall] = []
         stuck = 0
         self.more_due = False
-        with pinned_transaction(connection), _reading(connection) as cursor:
+        with pinned_transaction(connection), exact_json.cursor(connection) as cursor:
             rows = self._run(cursor, _DUE, most=most, window=_WINDOW, lease=lease, clock=clock).fetchall()
             for row in rows:
                 state = _state_of(row)
@@ -254,20 +254,22 @@ class Reservations:
         claim: ClaimedCall,
         step: Step,
         answer: Answer,
-        chance: float,
+        jitter: float,
         failed: str | None = None,
     ) -> tuple[Transition | None, str | None]:
         """Write what an answer changes, and run the External's SQL for it in the same transaction.
 
-        If that SQL fails, or has ``failed`` before, another transaction stores the answer and the error. Returns the
-        change, or None, and the SQL's error. After an error of a database that is away, settle again. Raises
-        Interrupted, with its cause, for a session that has answered and then ended.
+        If that SQL fails, or ``failed`` has its error from earlier tries, another transaction stores the answer and the
+        error. Returns the change, or None, and the SQL's error. After an error of a database that is away, settle
+        again. Raises Interrupted, with its cause, for a session that has answered and then ended.
+
+        jitter  see ``state_machine.settle``.
         """
         transition: Transition | None = None
         try:
             if failed is None:
                 with pinned_transaction(connection) as path:
-                    transition = self._settle(connection, claim, step, answer, chance)
+                    transition = self._settle(connection, claim, step, answer, jitter)
                     if transition is not None:
                         self._run_effect(connection, transition, claim, answer.response, path)
                 return transition, None
@@ -278,7 +280,7 @@ class Reservations:
                 raise
             raise Interrupted(shown(error)) from error
         with pinned_transaction(connection):
-            transition = self._settle(connection, claim, step, answer, chance, failed)
+            transition = self._settle(connection, claim, step, answer, jitter, failed)
         return transition, failed
 
     def settle_by_hand(
@@ -294,8 +296,8 @@ class Reservations:
             "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
         )
         try:
-            with pinned_transaction(connection) as path, _reading(connection) as cursor:
-                row = self._run(cursor, _NOW, message_id=message_id).fetchone()
+            with pinned_transaction(connection) as path, exact_json.cursor(connection) as cursor:
+                row = self._run(cursor, _LOCK_ROW, message_id=message_id).fetchone()
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
                     raise NotFound(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
                 self._write(cursor, row, transition, None)
@@ -316,7 +318,7 @@ class Reservations:
         None: there is no such call.
         """
         with pinned_transaction(connection), connection.cursor(row_factory=tuple_row) as cursor:
-            row = self._run(cursor, _LEFT).fetchone()
+            row = self._run(cursor, _NEXT_DUE).fetchone()
         return None if row is None else float(row[0])
 
     def _settle(
@@ -325,29 +327,40 @@ class Reservations:
         claim: ClaimedCall,
         step: Step,
         answer: Answer,
-        chance: float,
+        jitter: float,
         failed: str | None = None,
     ) -> Transition | None:
-        with _reading(connection) as cursor:
-            row = self._run(cursor, _NOW, message_id=claim.message_id).fetchone()
+        with exact_json.cursor(connection) as cursor:
+            row = self._run(cursor, _LOCK_ROW, message_id=claim.message_id).fetchone()
             if row is None:
                 return None
             state = _state_of(row)
             current = row["attempts"] == claim.attempt and row["state"] in {"calling", "cancelling"}
-            transition = settle(state, current, step, answer, self._rules, chance)
+            transition = settle(state, current, step, answer, self._rules, jitter)
             if transition is not None and transition.conflict is None and failed is not None:
-                transition = effect_failed(state, transition, failed, self._rules, chance)
+                transition = effect_failed(state, transition, failed, self._rules, jitter)
             if transition is not None:
-                done = answer.outcome == "done" and step in {"call", "ask", "confirm"} and not transition.taking_back
-                self._write(cursor, row, transition, _json(answer.response) if done else None)
+                done = answer.outcome == "done" and step in CALL_STEPS and not transition.taking_back
+                self._write(cursor, row, transition, exact_json.jsonb(answer.response) if done else None)
         return transition
 
     def _write(
         self, cursor: psycopg.Cursor[Any], row: Mapping[str, Any], transition: Transition, response: Jsonb | None
     ) -> None:
-        texts = {"error": _storable(transition.error), "conflict": _storable(transition.conflict)}
-        values = asdict(transition) | texts | {"message_id": row["message_id"], "response": response}
-        self._run(cursor, _WRITE, **values)
+        self._run(
+            cursor,
+            _WRITE,
+            message_id=row["message_id"],
+            state=transition.state,
+            unsure=transition.unsure,
+            taking_back=transition.taking_back,
+            response=response,
+            keep_response=transition.keep_response,
+            error=_storable(transition.error),
+            conflict=_storable(transition.conflict),
+            wait=transition.wait,
+            fresh_budget=transition.fresh_budget,
+        )
         if row["settled_at"] is None and transition.state in {"confirmed", "cancelled"}:
             # With no order_key, this finds none.
             self._run(cursor, _RELEASE, order_key=row["order_key"], id=row["id"])
@@ -414,11 +427,11 @@ class ReservationAdmin:
     def find(self, chosen: Chosen, states: Sequence[str] = ("stuck",), most: int = 100) -> list[dict[str, Any]]:
         """Return the reservations in these states, and those in conflict; the oldest first, with ``exact_json``."""
         values = {"grp": chosen.group, "name": chosen.name, "states": list(states), "most": most}
-        with _reading(self._connection) as cursor:
+        with exact_json.cursor(self._connection) as cursor:
             return cursor.execute(statement(self._schema, _LIST), values).fetchall()
 
     def counts(self, chosen: Chosen) -> dict[str, int]:
-        return dict(self._connection.execute(self._over_chosen(_COUNTS), _values(chosen)).fetchall())
+        return dict(self._connection.execute(self._matching(_COUNTS), _values(chosen)).fetchall())
 
     def retry(self, chosen: Chosen, *, not_done: bool = False, why: str | None = None) -> list[str]:
         """Retry stuck calls with a new budget of attempts. Returns their message ids.
@@ -440,7 +453,7 @@ class ReservationAdmin:
         total = 0
         for in_step in blocks.steps(self._connection, sql.Identifier(self._schema, "reservations")):
             with self._connection.transaction():
-                query = self._over_chosen(_FORGET, in_step=in_step)
+                query = self._matching(_FORGET, in_step=in_step)
                 count = self._connection.execute(query, _values(chosen) | {"days": days}).rowcount
                 if count:
                     details = {"grp": chosen.group, "name": chosen.name, "days": days, "count": count}
@@ -450,15 +463,15 @@ class ReservationAdmin:
 
     def _change(self, what: str, query: LiteralString, chosen: Chosen, why: str | None, **values: object) -> list[str]:
         with self._connection.transaction():
-            found = self._connection.execute(self._over_chosen(query), _values(chosen) | values | {"why": why})
+            found = self._connection.execute(self._matching(query), _values(chosen) | values | {"why": why})
             ids = sorted(str(message_id) for (message_id,) in found)
             if ids:
                 details = {"grp": chosen.group, "name": chosen.name, "message_ids": ids}
                 note(self._connection, self._schema, what, why, details)
         return ids
 
-    def _over_chosen(self, query: LiteralString, **names: sql.Composable) -> sql.Composed:
-        return statement(self._schema, query, chosen=sql.SQL(_CHOSEN), **names)
+    def _matching(self, query: LiteralString, **names: sql.Composable) -> sql.Composed:
+        return statement(self._schema, query, matches=sql.SQL(_MATCHES), **names)
 
 
 def _values(chosen: Chosen) -> dict[str, object]:
@@ -466,15 +479,10 @@ def _values(chosen: Chosen) -> dict[str, object]:
     return {"grp": chosen.group, "name": chosen.name, "ids": ids}
 
 
-def _reading(connection: psycopg.Connection[Any]) -> psycopg.Cursor[dict[str, Any]]:
-    """Return a cursor for reservations: it rounds no number of a request or response."""
-    cursor = connection.cursor(row_factory=dict_row)
-    set_json_loads(exact_json.loads, cursor)
-    return cursor
-
-
 def _state_of(row: Mapping[str, Any]) -> ReservationState:
-    return ReservationState(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
+    return ReservationState(
+        row["state"], row["unsure"], row["taking_back"], row["has_response"], row["used"], row["key_expired"]
+    )
 
 
 def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> ClaimedCall:
@@ -485,15 +493,3 @@ def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> ClaimedCall:
 def _storable(text: str | None) -> str | None:
     """Return an error text for the table, truncated to LONGEST_ERROR characters."""
     return None if text is None else storable(text)[:LONGEST_ERROR]
-
-
-def _json(value: object) -> Jsonb:
-    """Return a response as jsonb. One that is not valid JSON is stored as text: the confirmation matters more."""
-    try:
-        text = exact_json.dumps(value, default=str, ensure_ascii=False)
-        text.encode()
-        if r"\u0000" in text:
-            raise ValueError("jsonb holds no NUL")
-    except (TypeError, ValueError, RecursionError):
-        text = json.dumps({"text": ascii(value)[:LONGEST_ERROR]})
-    return Jsonb(None, dumps=lambda _: text)

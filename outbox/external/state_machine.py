@@ -38,19 +38,21 @@ State = Literal["reserved", "calling", "confirmed", "cancelling", "cancelled", "
 Step = Literal["call", "ask", "cancel", "confirm", "close", "stuck"]
 CallOutcome = Literal["done", "refused", "later", "unknown"]
 
+CALL_STEPS: Final[frozenset[Step]] = frozenset({"call", "ask", "confirm"})
+"""The steps of a call. The others are those of its cancellation."""
 DAY: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationState:
-    """The state of a row. ``used`` counts the attempts of the current budget, including the current one."""
+    """The state of a row. ``used``: attempts begun since the budget was last renewed."""
 
     state: State
     unsure: bool = False
     taking_back: bool = False
-    known: bool = False
+    has_response: bool = False
     used: int = 0
-    expired: bool = False
+    key_expired: bool = False
 
     @property
     def may_have_happened(self) -> bool:
@@ -96,14 +98,14 @@ class Transition:
 def first_step(row: ReservationState, rules: Rules) -> tuple[Step, str]:
     """Return the next step of a claimed row, and the reason if it is stuck."""
     spent = row.used >= rules.max_attempts
-    if row.known and not row.taking_back:
+    if row.has_response and not row.taking_back:
         return ("stuck", "its SQL fails") if spent else ("confirm", "")
     if row.taking_back:
         if not row.unsure:
             return ("stuck", "its SQL fails") if spent else ("close", "")
         if not rules.can_cancel:
             return "stuck", "the effect may have happened, and no cancel is declared"
-        if row.expired:
+        if row.key_expired:
             return "stuck", "the provider may have forgotten the key of the cancellation"
         return ("stuck", "all attempts to cancel are used up") if spent else ("cancel", "")
     if spent:
@@ -111,36 +113,36 @@ def first_step(row: ReservationState, rules: Rules) -> tuple[Step, str]:
     if row.may_have_happened:
         if rules.can_ask:
             return "ask", ""
-        if row.expired:
+        if row.key_expired:
             return "stuck", "the effect may have happened, and the provider may have forgotten the key"
     return "call", ""
 
 
 def settle(
-    row: ReservationState, current: bool, step: Step, answer: Answer, rules: Rules, chance: float
+    row: ReservationState, current: bool, step: Step, answer: Answer, rules: Rules, jitter: float
 ) -> Transition | None:
     """Return what an answer changes; None for nothing.
 
     row      its current state, which may have changed since the call.
     current  no other attempt has begun since.
-    chance   from 0 to 1, for the jitter.
+    jitter   a random number from 0 to 1.
     """
-    forwards = step in {"call", "ask", "confirm"}
+    is_call = step in CALL_STEPS
     if row.state in {"confirmed", "cancelled"}:
-        return _against(row, forwards, answer)
-    if forwards and row.taking_back:
+        return _against(row, is_call, answer)
+    if is_call and row.taking_back:
         # It was decided meanwhile to cancel the call. The cancellation will reverse the effect, if there is one.
         return None if row.unsure or answer.outcome in {"refused", "later"} else _same(row, unsure=True)
     if answer.outcome == "done":
-        if forwards:
+        if is_call:
             return Transition("confirmed", unsure=False, taking_back=False)
         return Transition("cancelled", unsure=False, taking_back=True) if row.taking_back else None
     if not current:
         return None
     unsure = row.unsure or (answer.outcome == "unknown" and step == "call")
     if answer.outcome != "refused":
-        return _retrying(row, unsure, answer, rules, chance)
-    if not forwards:
+        return _retrying(row, unsure, answer, rules, jitter)
+    if not is_call:
         return Transition("stuck", unsure, taking_back=True, error=f"the cancellation was refused: {answer.text}")
     if step == "ask" or not unsure:
         return Transition("cancelled", unsure=False, taking_back=True, error=answer.text)
@@ -154,7 +156,7 @@ def settle(
     )
 
 
-def effect_failed(row: ReservationState, transition: Transition, error: str, rules: Rules, chance: float) -> Transition:
+def effect_failed(row: ReservationState, transition: Transition, error: str, rules: Rules, jitter: float) -> Transition:
     """Return the change after the provider is done and the SQL has failed.
 
     The answer is stored: only the SQL is tried again, without another call or cancellation.
@@ -167,27 +169,27 @@ def effect_failed(row: ReservationState, transition: Transition, error: str, rul
         unsure=not taking_back,
         taking_back=taking_back,
         error=error,
-        wait=pause(row.used, None, rules, chance),
+        wait=pause(row.used, None, rules, jitter),
         keep_response=not taking_back,
     )
 
 
-def pause(used: int, retry_after: float | None, rules: Rules, chance: float) -> float:
+def pause(used: int, retry_after: float | None, rules: Rules, jitter: float) -> float:
     """Return the seconds to the next attempt: doubled each time, no less than the provider asked for, at most a day."""
-    backoff = doubled(used - 1, rules.first_wait, rules.longest_wait) * (0.5 + 0.5 * chance)
+    backoff = doubled(used - 1, rules.first_wait, rules.longest_wait) * (0.5 + 0.5 * jitter)
     # Never less than the provider asked for, and not all calls at the same moment.
-    asked = 0.0 if retry_after is None else retry_after * (1 + 0.1 * chance)
+    asked = 0.0 if retry_after is None else retry_after * (1 + 0.1 * jitter)
     return min(max(backoff, asked), DAY)
 
 
-def _retrying(row: ReservationState, unsure: bool, answer: Answer, rules: Rules, chance: float) -> Transition:
+def _retrying(row: ReservationState, unsure: bool, answer: Answer, rules: Rules, jitter: float) -> Transition:
     retrying: State = "cancelling" if row.taking_back else "reserved"
     return Transition(
         "stuck" if row.used >= rules.max_attempts else retrying,
         unsure,
         row.taking_back,
         error=answer.text,
-        wait=pause(row.used, answer.retry_after, rules, chance),
+        wait=pause(row.used, answer.retry_after, rules, jitter),
     )
 
 
@@ -197,12 +199,12 @@ def _same(row: ReservationState, *, unsure: bool | None = None, conflict: str | 
     )
 
 
-def _against(row: ReservationState, forwards: bool, answer: Answer) -> Transition | None:
+def _against(row: ReservationState, is_call: bool, answer: Answer) -> Transition | None:
     """Return an answer that contradicts a settled row as a conflict. The state stays, for an operator to decide."""
-    if forwards and row.state == "cancelled" and answer.outcome == "done":
+    if is_call and row.state == "cancelled" and answer.outcome == "done":
         return _same(row, conflict="the provider confirmed a call whose effect was cancelled")
-    if forwards and row.state == "confirmed" and answer.outcome == "refused":
+    if is_call and row.state == "confirmed" and answer.outcome == "refused":
         return _same(row, conflict=f"the provider refused a call that it had confirmed: {answer.text}")
-    if not forwards and row.state == "confirmed" and answer.outcome == "done":
+    if not is_call and row.state == "confirmed" and answer.outcome == "done":
         return _same(row, conflict="the provider cancelled a call that is confirmed")
     return None

@@ -13,6 +13,7 @@ from support import wait_until
 from writer_targets import each_driver, numbers, on_target, round_trips, stored, waits_for_a_lock
 
 from outbox import Event, EventError, IdempotencyKeyReused, Outbox, Serialized
+from outbox._sending import Rows, Step, run
 from relay.database import Connector
 from relay.tasks import idempotency_keys
 
@@ -154,6 +155,28 @@ def test_a_serializer_keeps_the_key(outbox_postgres):
     with outbox_postgres.connect() as connection:
         assert unique.add(connection, keyed(1, "a")) == unique.add(connection, keyed(1, "a"))
     assert [row["headers"]["idempotency-key"] for row in stored(outbox_postgres)] == ["a"]
+
+
+def test_a_key_that_is_forgotten_during_the_call_is_new(outbox_postgres):
+    """The first statement finds it known, and the second no longer who has it."""
+    with outbox_postgres.connect() as connection, outbox_postgres.connect(autocommit=True) as other:
+        first = outbox.add_many(connection, [keyed(1, "a"), keyed(2, "b")])
+        connection.commit()
+        send, sent = outbox._writer.sender.to(connection), []
+
+        def forgetting(step: Step) -> Rows:
+            rows = send(step)
+            if not sent:
+                other.execute("DELETE FROM outbox.idempotency_keys WHERE idempotency_key = 'a'")
+            sent.append(step)
+            return rows
+
+        events = [keyed(3, "a"), keyed(4, "b"), keyed(5, None)]
+        given = [uuid.uuid4() for _ in events]
+        steps = outbox._writer.steps(events, given, {}, None, lock_key=False)
+        assert run(steps, forgetting) == [given[0], first[1], given[2]]
+    assert len(sent) == 3
+    assert sorted(numbers(outbox_postgres)) == [1, 2, 3, 5]
 
 
 def test_keys_are_forgotten_after_their_days(outbox_postgres, monkeypatch):

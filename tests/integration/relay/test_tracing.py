@@ -38,7 +38,7 @@ from support import drained, order, wait_until
 from wal_support import streaming, to_wal, wal
 from writer_targets import event, opened, stored
 
-from outbox import Event, EventTooLarge, Outbox, _trace
+from outbox import Event, EventTooLarge, IdempotencyKeyReused, Outbox, _trace
 from outbox._app import tracing
 from outbox.errors import ConfigurationError
 from outbox.urls import sqlalchemy_url
@@ -79,6 +79,24 @@ def test_the_events_have_the_context_of_the_span_of_their_write(outbox_postgres,
     written = [traceparent(context_of(span)) for span in (one, many, many, alone)]
     assert [row["headers"] for row in stored(outbox_postgres)] == [{"traceparent": one} for one in written]
     assert_without([one, many, alone], "o-1", '"n"')
+
+
+@pytest.mark.parametrize("name", ["Session, psycopg", "asyncpg Connection"])
+def test_the_span_of_a_repeated_key_names_the_event_that_has_it(outbox_postgres, spans, name):
+    async def scenario():
+        async with opened(name, outbox_postgres) as target:
+            target.options = {"unique_keys": True}
+            first = await target.add(Event("Order", "o-1", "Placed", idempotency_key="k"))
+            repeated = Event("Order", "o-1", "Placed", idempotency_key="k", event_id=uuid4())
+            assert await target.add(repeated) == first
+            with pytest.raises(IdempotencyKeyReused):
+                await target.add(Event("Order", "o-2", "Placed", idempotency_key="k"))
+        return first
+
+    first = asyncio.run(scenario())
+    ids = [span.attributes.get(messaging.MESSAGING_MESSAGE_ID) for span in spans.of("create")]
+    # The last one names none: it wrote no event.
+    assert ids == [str(first), str(first), None]
 
 
 def test_a_batch_of_several_types_names_none(outbox_postgres, spans):

@@ -10,7 +10,7 @@ import pytest
 
 from outbox import Event, Outbox
 from outbox._sending import Step
-from outbox._writing import when
+from outbox._writing import due_values
 
 DELAY = dt.timedelta(days=2, seconds=5, microseconds=7)
 INTERVAL = "172805.000007 seconds"
@@ -27,13 +27,13 @@ def added(delay: Any, *, unique_keys: bool) -> Step:
 STEPS = {
     "add": lambda delay: added(delay, unique_keys=False),
     "add with unique keys": lambda delay: added(delay, unique_keys=True),
-    "reschedule": lambda delay: Outbox()._writer.reschedule(EVENT_ID, delay),
+    "reschedule": lambda delay: Outbox()._writer.reschedule_step(EVENT_ID, delay),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_delay_is_an_interval_that_the_database_adds_to_its_own_time(name):
-    step = STEPS[name](when(None, DELAY))
+    step = STEPS[name](due_values(None, DELAY))
     assert (step.values["not_before"], step.values["delay"]) == (None, INTERVAL)
     times = (dt.datetime, dt.date, dt.time, int, float)
     assert [value for value in step.values.values() if isinstance(value, times)] == []
@@ -45,4 +45,4 @@ def test_a_delay_is_an_interval_that_the_database_adds_to_its_own_time(name):
     ("delay", "interval"), [(dt.timedelta(), "0.000000 seconds"), (dt.timedelta(microseconds=1), "0.000001 seconds")]
 )
 def test_a_short_delay(delay, interval):
-    assert when(None, delay) == {"not_before": None, "delay": interval}
+    assert due_values(None, delay) == {"not_before": None, "delay": interval}

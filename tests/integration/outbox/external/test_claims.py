@@ -113,7 +113,7 @@ def test_few_of_20_000_behind_one_key_are_looked_at_and_one_is_released_at_a_tim
         assert len(claim_all(book, connection, 100)) == 6
         assert sink.rows(count) == [(MANY - 1,)]
         # From now on what waits costs nothing, also while the dead versions of its rows are still there.
-        for query in (reservations._DUE, reservations._PARK, reservations._LEFT):
+        for query in (reservations._DUE, reservations._PARK, reservations._NEXT_DUE):
             read, rows = explain(connection, query)
             assert max(rows.values()) <= 10, (query, rows)
         for number in range(1, 6):

@@ -396,6 +396,7 @@ def test_an_answer_after_the_lease_is_weighed(sink, provider):
 def test_answers_that_are_odd(sink, provider):
     """What a user's functions give and raise: kept as far as jsonb can, and never taken for a success by mistake."""
     odd: dict[str, Any] = {"nul": "a\0b", "nan": float("nan"), "set": {1}, "surrogate": "\ud800", "none": None}
+    odd["escape"] = {"path": r"C:\u0000"}
     raised: dict[str, BaseException] = {
         "later": TryLater("not yet"),
         "unknown": OutcomeUnknown("hm\0\ud800"),
@@ -411,9 +412,10 @@ def test_answers_that_are_odd(sink, provider):
 
     external = payments(provider.url, call=call)
     sink.reserve(external, [*odd, *raised])
-    assert sink.drain(external) == {"attempts": 13, "confirmed": 9, "retrying": 4}
+    assert sink.drain(external) == {"attempts": 14, "confirmed": 10, "retrying": 4}
     stored = dict(sink.rows("SELECT request ->> 'order', response FROM consumer.reservations"))
     assert (stored["set"], stored["none"], stored["nul"]) == ("{1}", None, {"text": r"'a\x00b'"})
+    assert stored["escape"] == odd["escape"]
 
 
 @pytest.mark.parametrize(

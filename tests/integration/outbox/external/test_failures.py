@@ -21,9 +21,11 @@ from restored import stop_flushing
 from support import wait_until
 
 from outbox._app import migrate as db
+from outbox._clients.clock import uptime
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.postgres_errors import clear_errors
+from outbox.external import caller as caller_module
 from outbox.external.caller import Caller
 
 __all__ = ["provider", "sink"]
@@ -160,6 +162,37 @@ def test_a_signal_lets_the_call_end_and_a_second_one_does_not(sink, provider, tm
     assert sink.orders() == {"first": ("paid", 1), "second": ("paid", 1)}
     assert provider.standing() == Counter(["first", "second"])
     assert len({key for _, _, key, _ in provider.requests("first")}) == 1
+
+
+def test_after_a_slow_ask_nothing_is_called_that_could_outlive_the_lease(sink, provider, monkeypatch):
+    """Another caller may have the reservation by then, and its ``ask`` would not find a call that is under way."""
+    passed, asked = 0.0, []
+    monkeypatch.setattr(caller_module, "uptime", lambda: uptime() + passed)
+
+    def ask(call):
+        nonlocal passed
+        asked.append(call.attempt)
+        if len(asked) == 1:
+            # So much that the lease is not over, but would be before the call's end.
+            passed = external.lease_seconds - external.timeout
+
+    external = payments(provider.url, ask=ask)
+    provider.tell("o", "drop")
+    (message_id,) = sink.reserve(external, ["o"])
+    reports: list[dict[str, Any]] = []
+    assert sink.drain(external, report=lambda _, figures: reports.append(dict(figures))) == {
+        "attempts": 3,
+        "retrying": 2,
+        "confirmed": 1,
+    }
+    assert asked == [2, 3]
+    assert reports[1] == {
+        "message_id": str(message_id),
+        "attempt": 2,
+        "error": "the lease ran out before the call",
+        "answer": "later",
+    }
+    assert [path for _, path, _, _ in provider.requests()] == ["/charges"] * 2
 
 
 def test_a_call_that_does_not_keep_its_timeout_is_reported_once_and_keeps_its_thread(sink):

@@ -36,21 +36,21 @@ BACK = ReservationState("cancelling", unsure=True, taking_back=True, used=1)
     [
         (ReservationState("reserved"), RULES, "call"),
         (ReservationState("reserved", used=3), RULES, "stuck"),
-        (ReservationState("reserved", expired=True), RULES, "call"),
+        (ReservationState("reserved", key_expired=True), RULES, "call"),
         (ReservationState("reserved", unsure=True), RULES, "call"),
-        (ReservationState("reserved", unsure=True, expired=True), RULES, "stuck"),
-        (ReservationState("calling", expired=True), RULES, "stuck"),
+        (ReservationState("reserved", unsure=True, key_expired=True), RULES, "stuck"),
+        (ReservationState("calling", key_expired=True), RULES, "stuck"),
         (ReservationState("calling"), RULES, "call"),
         (ReservationState("calling"), ASKING, "ask"),
-        (ReservationState("reserved", unsure=True, expired=True), ASKING, "ask"),
+        (ReservationState("reserved", unsure=True, key_expired=True), ASKING, "ask"),
         (ReservationState("reserved"), ASKING, "call"),
-        (ReservationState("reserved", unsure=True, known=True, expired=True), RULES, "confirm"),
-        (ReservationState("reserved", known=True, used=3), RULES, "stuck"),
+        (ReservationState("reserved", unsure=True, has_response=True, key_expired=True), RULES, "confirm"),
+        (ReservationState("reserved", has_response=True, used=3), RULES, "stuck"),
         (ReservationState("cancelling", taking_back=True), PLAIN, "close"),
         (ReservationState("cancelling", taking_back=True, used=3), RULES, "stuck"),
         (ReservationState("cancelling", unsure=True, taking_back=True), RULES, "cancel"),
         (ReservationState("cancelling", unsure=True, taking_back=True), PLAIN, "stuck"),
-        (ReservationState("cancelling", unsure=True, taking_back=True, expired=True), RULES, "stuck"),
+        (ReservationState("cancelling", unsure=True, taking_back=True, key_expired=True), RULES, "stuck"),
         (ReservationState("cancelling", unsure=True, taking_back=True, used=3), RULES, "stuck"),
     ],
 )
@@ -108,8 +108,8 @@ def test_what_follows_from_a_late_answer(row, step, outcome, state, conflict):
 
 
 @given(st.integers(1, 1000), st.none() | st.floats(0, 1e9), st.floats(0, 1))
-def test_a_pause_is_bounded_and_keeps_what_was_asked_for(used, retry_after, chance):
-    seconds = pause(used, retry_after, RULES, chance)
+def test_a_pause_is_bounded_and_keeps_what_was_asked_for(used, retry_after, jitter):
+    seconds = pause(used, retry_after, RULES, jitter)
     assert 0 < seconds <= DAY
     assert seconds >= min(retry_after or 0.0, DAY)
     if retry_after is None:
@@ -151,14 +151,16 @@ class Row:
     state: str = "reserved"
     unsure: bool = False
     taking_back: bool = False
-    known: bool = False
+    has_response: bool = False
     attempts: int = 0
     budget_from: int = 0
     conflict: bool = False
     open: list[Attempt] = field(default_factory=list)
 
     def reservation(self) -> ReservationState:
-        return ReservationState(self.state, self.unsure, self.taking_back, self.known, self.attempts - self.budget_from)
+        return ReservationState(
+            self.state, self.unsure, self.taking_back, self.has_response, self.attempts - self.budget_from
+        )
 
 
 class Together(RuleBasedStateMachine):
@@ -247,7 +249,7 @@ class Together(RuleBasedStateMachine):
     def write(self, change: Transition, attempt: Attempt) -> None:
         row = self.row
         learnt = attempt.answer is not None and attempt.answer.outcome == "done" and attempt.step != "cancel"
-        row.known = (learnt and not change.taking_back) or (row.known and change.keep_response)
+        row.has_response = (learnt and not change.taking_back) or (row.has_response and change.keep_response)
         row.state, row.unsure, row.taking_back = change.state, change.unsure, change.taking_back
         row.conflict = row.conflict or change.conflict is not None
         if change.fresh_budget:
@@ -264,7 +266,8 @@ class Together(RuleBasedStateMachine):
     def by_hand(self, cancel):
         row = self.row
         if cancel and row.state in {"reserved", "stuck"} and not row.taking_back:
-            row.state, row.taking_back, row.unsure, row.known = "cancelling", True, row.unsure or row.known, False
+            row.unsure = row.unsure or row.has_response
+            row.state, row.taking_back, row.has_response = "cancelling", True, False
         elif row.state == "stuck":
             row.state = "cancelling" if row.taking_back else "reserved"
         else:
