@@ -389,8 +389,7 @@ class Reservations:
                 if callable(effect):
                     effect(cursor, Settled(claim.message_id, claim.request, response))
                 else:
-                    given = {"request": claim.request, "response": response}
-                    values = {name: Jsonb(value, dumps=exact_json.dumps) for name, value in given.items()}
+                    values = {"request": exact_json.jsonb(claim.request), "response": exact_json.jsonb(response)}
                     cursor.execute(effect.encode(), {"message_id": claim.message_id, **values})
             failed = spoilt(connection)
             if failed is None:

@@ -410,10 +410,13 @@ def test_answers_that_are_odd(sink, provider):
             raise raised[order]
         return odd.get(order)
 
-    external = payments(provider.url, call=call)
+    with sink.connect() as connection:
+        connection.execute("CREATE TABLE answers (request jsonb, response jsonb)")
+    external = payments(provider.url, call=call, on_confirmed="INSERT INTO answers VALUES (%(request)s, %(response)s)")
     sink.reserve(external, [*odd, *raised])
     assert sink.drain(external) == {"attempts": 14, "confirmed": 10, "retrying": 4}
     stored = dict(sink.rows("SELECT request ->> 'order', response FROM consumer.reservations"))
+    assert dict(sink.rows("SELECT request ->> 'order', response FROM answers")) == stored
     assert (stored["set"], stored["none"], stored["nul"]) == ("{1}", None, {"text": r"'a\x00b'"})
     assert stored["escape"] == odd["escape"]
 
