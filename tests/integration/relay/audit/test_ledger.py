@@ -128,7 +128,7 @@ def test_a_topic_that_no_route_names_any_more_is_read_if_a_group_reads_it(ledger
 
 @pytest.mark.parametrize("why", ["limit", "expired"])
 def test_a_difference_that_the_former_topics_were_not_compared_for_stays(ledger, why, monkeypatch):
-    """Too many events differ with those of the topics that groups read, or retention deletes records meanwhile."""
+    """With the topics that groups read, too many events are to be compared, or retention deletes records meanwhile."""
     ledger.run("DELETE FROM outbox.published")
     # In the middle of two minutes.
     for ago in (600, 480):
