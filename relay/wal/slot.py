@@ -207,7 +207,10 @@ class Slot:
         again = self._look_once()
         if (again.flushed_lsn or 0) < (state.confirmed_lsn or 0):
             return state
-        return again._replace(confirmed_lsn=min(again.confirmed_lsn or 0, again.flushed_lsn or 0))
+        if again.confirmed_lsn is None:
+            # The slot was dropped meanwhile, and may be being made again.
+            return again
+        return again._replace(confirmed_lsn=min(again.confirmed_lsn, again.flushed_lsn or 0))
 
     def _look_once(self) -> SlotState:
         with unavailable_on_error(f"looking at slot {self._names.slot!r}"):
