@@ -38,6 +38,7 @@ from typing import Any, Final
 import psycopg
 import structlog
 
+from outbox._clients.counting import counted
 from relay.core.lease import Lease
 from relay.core.ports import Unavailable
 from relay.failpoints import failpoint
@@ -250,7 +251,7 @@ class StreamSession:
             if state.timeline_now is None or state.timeline_now != self._timeline:
                 raise Unavailable("the lanes and the stream are connected to different servers: a failover goes on")
             if state.lanes != len(self._leases):
-                raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
+                raise Unavailable(f"the outbox has {counted(state.lanes, 'lane')} now, and not {len(self._leases)}")
             self._confirmed_lsn = state.flushed_lsn or 0
             self._events.begin(state.events_oid, lambda: slot.check(slot.look()))
             if state.active_pid is None:

@@ -12,6 +12,7 @@ from psycopg import errors, sql
 
 from outbox._app.text import bytes_text
 from outbox._clients.checks import Check, Finding, failure, ok, warning
+from outbox._clients.counting import counted
 from outbox.consumer.ids import DAY_OF_ID
 from relay.config import Settings, SourceKind
 from relay.insights import without_event
@@ -161,7 +162,7 @@ def _without_event(rows: Rows) -> Iterator[Finding]:
     if count:
         yield warning(
             "failures without an event",
-            f"the events of {count} failures were deleted by hand; the later events of their keys may wait",
+            f"the events of {counted(count, 'failure')} were deleted by hand; the later events of their keys may wait",
             "`outbox dead-letters list` shows them, `outbox dead-letters discard EVENT_ID --reason …` frees the keys",
         )
 
