@@ -114,7 +114,7 @@ def verify(
     if texts:
         raise typer.Exit(1)
     if not compared:
-        say(f"{file}: none of its {windows} can be compared: Kafka or the archive has nothing of them")
+        say(f"{file}: of its {windows} none can be compared: Kafka or the archive has nothing of them")
         raise typer.Exit(1)
     say(f"{file}: {compared} of {windows} can be compared, all as they were; SHA-256 {digest}")
 
