@@ -250,11 +250,11 @@ def switch(
     with outbox_session(database_url, "relay switch") as (connection, settings):
         cdc = Cdc(connection, slot_names(settings))
         switched = cdc.switch(to, reason)
-        slot_there = cdc.status().slot.there
+        slot_exists = cdc.status().slot.exists
     say(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
     if switched:
         say(f"Relays with OUTBOX_SOURCE={to} take the lanes as soon as the others have released them.")
-    if to is SourceKind.POLLING and slot_there:
+    if to is SourceKind.POLLING and slot_exists:
         say(f"The slot {settings.wal.slot!r} still retains WAL: run `outbox cdc drop`, unless you switch back soon.")
 
 
