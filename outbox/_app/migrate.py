@@ -30,6 +30,7 @@ from psycopg import sql as quoting
 import outbox
 from outbox._app.schema_connection import Database, connected
 from outbox._clients.backoff import doubled, jittered
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError, SchemaError, TablesInUse
 from outbox.tables import DEFAULT_LANES, lane_expression
 
@@ -246,13 +247,13 @@ def change_lanes(
                 "the lanes are read from the WAL; run `outbox relay switch polling` first, and back afterwards"
             )
         if held := _count(connection, table, table.c.lease_until >= sa.func.clock_timestamp()):
-            raise SchemaError(f"relays hold {held} lanes; stop them first")
+            raise SchemaError(f"relays hold {counted(held, 'lane')}; stop them first")
         # Of a killed relay the lane's marker on Kafka may name events that are not settled: they are looked for in the
         # lane of the marker.
         if in_flight := _count(connection, table, table.c.transactional_id.is_not(None)):
             raise SchemaError(
-                f"a relay was killed, and of {in_flight} lanes it is not known which events are on Kafka; start a "
-                "relay, wait until `outbox status` shows that it holds the lanes, and stop it with SIGTERM"
+                f"a relay was killed, and of {counted(in_flight, 'lane')} it is not known which events are on Kafka; "
+                "start a relay, wait until `outbox status` shows that it holds the lanes, and stop it with SIGTERM"
             )
         # Dropping and adding works on every version of Postgres.
         change = Operations(MigrationContext.configure(connection))

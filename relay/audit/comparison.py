@@ -236,7 +236,7 @@ class _Comparison:
         if scheduled := sum(one.scheduled for one in self._audit.windows):
             notes.append(f"{counted(scheduled, 'event')} scheduled: minutes are open until theirs are published")
         for topic, count in sorted(self._topics.others.items()):
-            notes.append(f"topic {topic} has {count} records that are not of this outbox: not compared")
+            notes.append(f"topic {topic} has {counted(count, 'record')} not of this outbox: not compared")
         shared = shared_source_note(self._settings)
         if shared and any(one.kind == "unknown" for one in self._audit.differences):
             notes.append(shared)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Final
 
+from outbox._clients.counting import counted
 from outbox.consumer.kafka_admin import KafkaAdmin
 from relay.audit.findings import EXPIRED, WindowAudit
 from relay.audit.ledger import LedgerState
@@ -140,7 +141,9 @@ class Coverage:
             notes.append("order, partition and payload are not compared of what is in the ledger, not the archive")
         expired = Counter(one.window.topic for one in windows if one.state == EXPIRED)
         for topic, count in sorted(expired.items()):
-            notes.append(f"topic {topic}: Kafka has deleted records of {count} minutes, or may have: not compared")
+            notes.append(
+                f"topic {topic}: Kafka has deleted records of {counted(count, 'minute')}, or may have: not compared"
+            )
         return notes
 
     def _lose(self, place: Partition, first: int | None, most: float) -> None:

@@ -94,7 +94,7 @@ class Audit:
     since, until   the range, in whole minutes.
     windows        in the order of time and topic.
     differences    the first of them; ``counts`` says how many there are, by window and kind.
-    notes          what was not compared, and why. ``limit`` is one of them: that too many events differ.
+    notes          what was not compared, and why. ``limit`` is one of them: that not all was compared one by one.
     """
 
     since: dt.datetime
@@ -120,10 +120,10 @@ class Audit:
             self.differences.append(found)
 
     def stop(self, most: int, minute: int) -> None:
-        """Note that from a minute on nothing was compared one by one, as more than ``most`` events differ."""
+        """Note that from this minute on nothing was compared one by one: the differing minutes have too many events."""
         self.limit = (
-            f"more than {most:,} events differ: those from {minute_start(minute):%Y-%m-%d %H:%M} on were not compared "
-            "one by one; give a shorter range"
+            f"the minutes that differ have more than {most:,} events: those from {minute_start(minute):%Y-%m-%d %H:%M} "
+            "on were not compared one by one; give a shorter range"
         )
         self.notes.append(self.limit)
 

@@ -22,6 +22,7 @@ import psycopg
 from psycopg import errors, sql
 
 from outbox._clients import blocks
+from outbox._clients.counting import counted
 from outbox._clients.errors import first_line
 from outbox.errors import OperationRefused, TablesInUse
 from relay.audit.sums import MODULUS, event_minute, halves, total
@@ -210,7 +211,8 @@ def prune(connection: psycopg.Connection[Any], schema: str, days: int, *, force:
         in_steps(_ADD_UP)
     if held_back:
         raise OperationRefused(
-            f"the ledger is kept: the first of its old rows should have been deleted {overdue:.0f} days ago. Either "
+            f"the ledger is kept: the first of its old rows should have been deleted {counted(round(overdue), 'day')} "
+            "ago. Either "
             "the database's clock is wrong, or the ledger was not pruned for days, or fewer days are kept than before; "
             "if the clock is right, run `outbox db prune --force`"
         )

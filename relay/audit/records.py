@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from outbox._clients.counting import counted
 from relay.audit.coverage import Coverage
 from relay.audit.findings import OPEN, WindowAudit
 from relay.audit.sums import NOTHING, Sum, Window, unlike
@@ -78,7 +79,7 @@ def unlike_ledger(
         elif window.minute < now:
             events = written.get(window, NOTHING).events
             where = "its archive" if coverage.archived(window) else "on Kafka"
-            text = f"{events} events were written, and {known.events} are in the outbox or {where}"
+            text = f"{counted(events, 'event')} written, and {known.events} in the outbox or {where}"
             if where == "on Kafka":
                 text += "; if routes have changed since, give --topic for the old and the new topic"
             yield one, "missing" if events >= known.events else "unknown", text

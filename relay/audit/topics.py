@@ -71,7 +71,9 @@ class Topics:
         self._key = key
         self._offsets = Offsets(options)
         self.others: Counter[str] = Counter()
-        """By topic, the records that are not of this outbox."""
+        """By topic, the records that are not of this outbox, each once."""
+        # By partition, the offset after the last record that ``others`` counts: some are read again.
+        self._others_end: dict[Partition, int] = {}
         self.copies: set[bytes] = set()
         """The ids of replays, and of copies in dead-letter topics, that ``events`` has met."""
         self._cells: Mapping[tuple[Partition, int], Cell] = {}
@@ -191,13 +193,18 @@ class Topics:
         headers = headers_of(message)
         event_id = _id_of(headers)
         if event_id is None or headers.get(CE_SOURCE, self._source) != self._source:
-            self.others[place.topic] += 1
+            self._count_other(place, message.offset() or 0)
             return None
         minute = minute_of_id(event_id)
         timed = minute is not None
         if minute is None:
             minute = _written(header_text(headers.get(CE_TIME)), message.timestamp()[1])
         return (event_id, minute, headers, timed) if minute in minutes else None
+
+    def _count_other(self, place: Partition, offset: int) -> None:
+        if offset >= self._others_end.get(place, 0):
+            self.others[place.topic] += 1
+            self._others_end[place] = offset + 1
 
     def _read_extents(self, extents: Mapping[Partition, Extent], add: Callable[[Partition, Message], None]) -> None:
         starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}

@@ -12,6 +12,7 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, print_json, say, table_console, text_table
 from outbox._app.text import as_utc
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError
 from relay.audit import certificate as certificates
 from relay.audit.findings import Audit, Scope, WindowAudit
@@ -105,6 +106,7 @@ def verify(
     from relay.audit.comparison import audit
 
     lines, digest = certificates.read(file, sha256)
+    windows = counted(len(lines) - 2, "window")
     found = audit(load_with_sink(database_url, sink_url), certificates.scope_of(lines))
     texts, retried, compared = certificates.differences(lines, found)
     for text in (*retried, *texts):
@@ -112,9 +114,9 @@ def verify(
     if texts:
         raise typer.Exit(1)
     if not compared:
-        say(f"{file}: none of its {len(lines) - 2} windows can be compared: Kafka or the archive has nothing of them")
+        say(f"{file}: of its {windows} none can be compared: Kafka or the archive has nothing of them")
         raise typer.Exit(1)
-    say(f"{file}: {compared} of {len(lines) - 2} windows can be compared, all as they were; SHA-256 {digest}")
+    say(f"{file}: {compared} of {windows} can be compared, all as they were; SHA-256 {digest}")
 
 
 def _show(found: Audit) -> None:
@@ -135,8 +137,8 @@ def _show(found: Audit) -> None:
         where = one.topic if one.group is None else f"{one.topic}, group {one.group}"
         what = "events" if one.event_id is None else f"event {one.event_id}"
         say(f"! {one.kind}: {what} of {one.window:%Y-%m-%d %H:%M}, {where}: {one.text}")
-    if found.count > _MOST_SHOWN:
-        say(f"! {found.count - _MOST_SHOWN} more differences; --json names the first {len(found.differences)}")
+    if (left := found.count - _MOST_SHOWN) > 0:
+        say(f"! {counted(left, 'more difference')}; --json names the first {len(found.differences)}")
     for note in found.notes:
         say(f"  {note}")
 

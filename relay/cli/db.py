@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError, OperationRefused
 from relay.audit.ledger import prune as prune_ledger
 from relay.audit.ledger import turn_off, turn_on
@@ -117,7 +118,7 @@ def lanes(
     wanted = _number(number)
     former = _former_markers(database_url, schema, wanted) if db.has_markers(url, name) else {}
     db.repeated(_say_why, lambda: db.change_lanes(url, wanted, name, former))
-    typer.echo(f"schema {name} has {wanted} lanes")
+    typer.echo(f"schema {name} has {counted(wanted, 'lane')}")
 
 
 def _former_markers(database_url: str | None, schema: str | None, lanes: int) -> dict[int, tuple[int, int]]:
@@ -213,10 +214,12 @@ def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
     for partition in plan.drop:
         typer.echo(f"partition {partition}: {would}dropped")
     if plan.stray_rows:
-        typer.echo(f"{plan.stray_rows} rows of the default partition from before {plan.oldest}: {would}deleted")
+        typer.echo(
+            f"{counted(plan.stray_rows, 'row')} of the default partition from before {plan.oldest}: {would}deleted"
+        )
     if plan.held_back and not force:
         typer.echo(
-            f"the first of these should have been dropped {plan.overdue_days} days ago: "
+            f"the first of these should have been dropped {counted(plan.overdue_days, 'day')} ago: "
             "nothing is dropped without --force"
         )
     if plan.empty:
@@ -325,7 +328,7 @@ def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *
         for partition in done.dropped:
             typer.echo(f"partition {partition}: {would}dropped")
         if done.deleted_rows:
-            typer.echo(f"{done.deleted_rows} ids of the default partition: {would}forgotten")
+            typer.echo(f"{counted(done.deleted_rows, 'id')} of the default partition: {would}forgotten")
     if as_json:
         print_json({"dry_run": dry_run, "keep_days": keep, "created": made, "dropped": dropped, "stray_rows": rows})
     elif not (made or dropped or rows):

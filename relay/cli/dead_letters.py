@@ -146,7 +146,7 @@ class _Events:
         for failure in failures:
             say(
                 f"{failure['event_id']}  {failure['aggregate_type']}/{failure['aggregate_id']}  "
-                f"{failure['event_type'] or '?'}  {failure['state']}, {failure['attempts']} attempts: "
+                f"{failure['event_type'] or '?'}  {failure['state']}, {counted(failure['attempts'], 'attempt')}: "
                 f"{failure['last_error']}"
             )
         if not failures:
@@ -167,7 +167,7 @@ class _Events:
             if progress is None:
                 return
             done = letters.retry(selection, progress=progress)
-        self._print_done("retried", "will be retried", list(dict.fromkeys(done)), done.locked)
+        self._print_done("retried", list(dict.fromkeys(done)), done.locked)
 
     def discard(self, reason: str, *, keep_payload: bool) -> None:
         selection = self._selection()
@@ -176,7 +176,7 @@ class _Events:
             if progress is None:
                 return
             done = letters.discard(selection, reason, keep_payload=keep_payload, progress=progress)
-        self._print_done("discarded", "were discarded", [event["event_id"] for event in done], done.locked)
+        self._print_done("discarded", [event["event_id"] for event in done], done.locked)
 
     @contextmanager
     def _opened(self) -> Iterator[events.DeadLetters]:
@@ -211,12 +211,12 @@ class _Events:
 
         return show
 
-    def _print_done(self, key: str, text: str, ids: Sequence[str], locked: Sequence[str]) -> None:
+    def _print_done(self, key: str, ids: Sequence[str], locked: Sequence[str]) -> None:
         """Print what was done. Raises OperationRefused for locked events, and NotFound for missing ones."""
         if self._asked.as_json:
             print_json({key: ids, "locked": locked})
         else:
-            say(f"{len(ids)} events {text}")
+            say(_done(len(ids), "event", key))
         if locked:
             raise events.locked(locked)
         if missing := sorted(set(map(_event_id, self._asked.ids or ())) - set(ids)):
@@ -242,7 +242,7 @@ class _Messages:
             key = "" if row["key"] is None else f"  key {row['key']}"
             say(
                 f"{row['id']}  {row['group']}  {row['topic']}-{row['part']} offset {row['offset']}{key}  "
-                f"{row['reason']}, {row['state']}, {row['attempts']} attempt{'s' if row['attempts'] > 1 else ''}: "
+                f"{row['reason']}, {row['state']}, {counted(row['attempts'], 'attempt')}: "
                 f"{row['error']}"
             )
         if len(rows) == limit:
@@ -266,10 +266,10 @@ class _Messages:
         else:
             groups = sorted({row["grp"] for row in rows})
             by = groups[0] if len(groups) == 1 else f"each of the {len(groups)} groups"
-            say(f"{counted(len(rows), 'message')} will be retried in the next round of {by}")
+            say(f"{_done(len(rows), 'message', 'retried')} in the next round of {by}")
             more = len(set(found) - set(selection.ids)) if selection.ids else 0
             if more:
-                say(f"{more} of them because they have the same keys, whose order is kept")
+                say(f"{more} of them because the order of their keys is kept")
         _require_found(selection, found)
 
     def discard(self, reason: str, *, keep_payload: bool) -> None:
@@ -280,7 +280,7 @@ class _Messages:
         if self._asked.as_json:
             print_json({"discarded": gone, "retried": list(done.freed)})
         else:
-            say(f"{counted(len(gone), 'message')} {'was' if len(gone) == 1 else 'were'} discarded")
+            say(_done(len(gone), "message", "discarded"))
             if done.freed:
                 say(f"{counted(len(done.freed), 'message')} that waited behind will be retried in the next round")
         _require_found(selection, gone)
@@ -298,6 +298,13 @@ class _Messages:
 
     def _filtered(self, ids: Sequence[int] | None) -> messages.Selection:
         return messages.Selection(ids, self._asked.group, self._asked.topic, self._asked.cause)
+
+
+def _done(count: int, noun: str, done: str) -> str:
+    """Return what was done with them: ``retried`` or ``discarded``."""
+    if done == "retried":
+        return f"{counted(count, noun)} will be retried"
+    return f"{counted(count, noun)} {'was' if count == 1 else 'were'} discarded"
 
 
 def _require_found(selection: messages.Selection, found: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, say
 from outbox._app.text import as_utc, time_text
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError
 from relay.cli.relay import SHOWN, SUPERSEDED, reconciler_settings
 from relay.config import shared_source_note
@@ -81,7 +82,8 @@ def recover(
         if (shared := shared_source_note(settings)) and (found.lost or found.unsure):
             say(f"Note: {shared}")
         if done.resent:
-            say(f"{done.resent} events were put back into the outbox, to be published again")
+            were = "was" if done.resent == 1 else "were"
+            say(f"{counted(done.resent, 'event')} {were} put back into the outbox, to be published again")
     if done.locked:
         raise error_of_locked(done.locked)
     if dry_run and found.differs:
@@ -89,11 +91,12 @@ def recover(
 
 
 def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
-    say(f"{found.records} records were read, published since {time_text(found.since)} and some before")
+    say(f"{counted(found.records, 'record')} read, published since {time_text(found.since)} and some before")
     if found.others:
-        say(f"  {found.others} of them are not of this outbox's ce_source: Kafka has not lost them, and no more")
+        say(f"  {found.others} of them of another ce_source than this outbox's: Kafka has not lost them, and no more")
     if found.relays:
-        say(f"  {found.relays} relays run: without an archive, give --until, the time when the first one started")
+        running = counted(found.relays, "relay")
+        say(f"  {running} running: without an archive, give --until, the time when the first one started")
     say(f"Kafka has, and Postgres has lost: {_events(found.lost)}")
     if found.unsure:
         say(f"  and perhaps, from within a minute of the point: {_events(found.unsure)}")
@@ -124,7 +127,7 @@ def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
 def _events(events: Sequence[EventPlace]) -> str:
     """Return the number of events and keys, and the first events of each topic."""
     keys = len({(event.topic, event.aggregate_id) for event in events})
-    lines = [f"{len(events)} events of {keys} keys" if events else "nothing"]
+    lines = [f"{counted(len(events), 'event')} of {counted(keys, 'key')}" if events else "nothing"]
     for topic, count in sorted(Counter(event.topic for event in events).items()):
         lines.append(f"  {topic or 'a topic that is not known'}: {count}")
         first = [event for event in events if event.topic == topic][:SHOWN]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, say
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError
 from outbox.stopping import Stopping
 from relay.cli import pauses
@@ -155,7 +156,7 @@ def upgraded(reason: Reason = None, database_url: DatabaseUrl = None) -> None:
     with closing(Reconciler(reconciler_settings(database_url))) as reconciler:
         repaired = reconciler.repair(reconciler.upgraded(), why)
     for state in repaired:
-        say(f"lane {state.lane}: continues, {state.found} events settled, {state.rows} to be published")
+        say(f"lane {state.lane}: continues, {counted(state.found, 'event')} settled, {state.rows} to be published")
 
 
 def reconciler_settings(database_url: str | None, schema: str | None = None) -> Settings:
@@ -173,8 +174,8 @@ def reconciler_settings(database_url: str | None, schema: str | None = None) -> 
 def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, apply: bool) -> None:
     for state in findings.lanes:
         say(
-            f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, {state.rows} events "
-            f"in the outbox: {state.problem or 'consistent'}"
+            f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, "
+            f"{counted(state.rows, 'event')} in the outbox: {state.problem or 'consistent'}"
         )
         if state.problem is not None and not apply:
             also = f", and {len(state.superseded)} are superseded" if state.superseded else ""
@@ -186,7 +187,7 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
     for part in findings.hanging:
         say(
             f"{part.topic} partition {part.partition}: read_committed readers wait at offset {part.stable} for "
-            f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
+            f"the end of a transaction. {counted(part.events, 'event')} may be in it; the outbox still has the rows of "
             f"{part.held}"
         )
         if part in findings.of_others:
@@ -198,7 +199,7 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
         else:
             say(f"  aborting it would lose the others; it is left alone. {part.way_out}")
     for state in repaired:
-        say(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
+        say(f"lane {state.lane}: repaired, {counted(state.found, 'event')} settled, {state.rows} to be published")
         _print_superseded(state)
     if (findings.problems or findings.hanging) and not apply:
         say("Nothing was changed. To apply: outbox relay reconcile --apply --reason '…'")
@@ -249,11 +250,11 @@ def switch(
     with outbox_session(database_url, "relay switch") as (connection, settings):
         cdc = Cdc(connection, slot_names(settings))
         switched = cdc.switch(to, reason)
-        slot_there = cdc.status().slot.there
+        slot_exists = cdc.status().slot.exists
     say(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
     if switched:
         say(f"Relays with OUTBOX_SOURCE={to} take the lanes as soon as the others have released them.")
-    if to is SourceKind.POLLING and slot_there:
+    if to is SourceKind.POLLING and slot_exists:
         say(f"The slot {settings.wal.slot!r} still retains WAL: run `outbox cdc drop`, unless you switch back soon.")
 
 

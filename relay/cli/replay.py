@@ -11,6 +11,7 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
 from outbox._app.text import as_utc
+from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
 from relay.operations.replay import Replay
@@ -50,11 +51,12 @@ def replay(
             say("no archived events match")
         elif not as_json:
             say(
-                f"{found['events']} events of {found['keys']} keys, published {found['first']} to {found['last']}, "
+                f"{counted(found['events'], 'event')} of {counted(found['keys'], 'key')}, "
+                f"published {found['first']} to {found['last']}, "
                 f"to {', '.join(filter(None, found['topics'] or [])) or 'no known topic'}"
             )
-            if found["too_large"]:
-                say(f"{found['too_large']} more are too large to be marked and will not be sent")
+            if too_large := found["too_large"]:
+                say(f"{too_large} more {'is' if too_large == 1 else 'are'} too large to be marked and will not be sent")
         if dry_run or not found["events"]:
             sent = 0
         else:
@@ -64,4 +66,4 @@ def replay(
     if as_json:
         print_json({**found, "dry_run": dry_run, "sent": sent})
     elif sent:
-        say(f"{sent} events are in the outbox again")
+        say(f"{counted(sent, 'event')} {'is' if sent == 1 else 'are'} in the outbox again")

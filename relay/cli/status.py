@@ -11,6 +11,7 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, print_json, printable, table_console, text_table
 from outbox._app.text import age_text, bytes_text, time_text
+from outbox._clients.counting import counted
 from relay.config import Settings, load
 from relay.insights import COUNTED, LaneState, OutboxState, RelayState
 
@@ -115,7 +116,7 @@ def _backlog(outbox: OutboxState, overview: Overview) -> RenderableType:
     from rich.text import Text
 
     about = "" if outbox.exact else "about "
-    text = "backlog ? events" if outbox.backlog is None else f"backlog {about}{outbox.backlog:,} events"
+    text = "backlog ? events" if outbox.backlog is None else f"backlog {about}{counted(outbox.backlog, 'event')}"
     if outbox.oldest_seconds is not None:
         text += f", the oldest {age_text(outbox.oldest_seconds)} old"
     if overview.written is not None and overview.published is not None:
@@ -155,7 +156,7 @@ def _lanes(outbox: OutboxState) -> RenderableType:
     from rich.console import Group
 
     held = sum(lane.held for lane in outbox.lanes)
-    return Group(table, f"{left} more lanes; {held} of {len(outbox.lanes)} are held")
+    return Group(table, f"{counted(left, 'more lane')}; {held} of {len(outbox.lanes)} are held")
 
 
 def _pauses(outbox: OutboxState) -> RenderableType:

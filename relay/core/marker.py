@@ -37,6 +37,7 @@ from typing import Any, Final
 
 import orjson
 
+from outbox._clients.counting import counted
 from outbox.errors import OutboxError
 
 _VERSION: Final = 1
@@ -133,10 +134,8 @@ class Marker:
                 "see `outbox relay reconcile`"
             ) from error
         if len(marker.positions) != len(marker.event_ids):
-            raise StateLost(
-                f"the lane's marker names {len(marker.positions)} rows and {len(marker.event_ids)} event ids: it is "
-                "damaged; see `outbox relay reconcile`"
-            )
+            rows, ids = counted(len(marker.positions), "row"), counted(len(marker.event_ids), "event id")
+            raise StateLost(f"the lane's marker names {rows} and {ids}: it is damaged; see `outbox relay reconcile`")
         return marker
 
 

@@ -311,7 +311,8 @@ class Source(Protocol):
     WAL source can only confirm a contiguous prefix. Settling is durable after the next ``fetch`` or ``flush``; or, if
     ``fetch`` reports the lane as ``settling``, after the following ``settle``. All raise Unavailable, SchemaError
     or StateLost; then the caller closes the source. After a SchemaError or StatementCutShort of ``settle`` or ``flush``
-    it may instead drop and hold the lane, and settle it later, or in smaller parts.
+    it may instead drop and hold the lane, and settle it later, or in smaller parts. ``fetch`` may also raise
+    ConfigurationError, which ends the relay.
     """
 
     store: TakeoverStore

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from outbox._clients.counting import counted
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
 from relay.core.ports import (
@@ -117,9 +118,9 @@ class IdempotentPublisher:
         """Return the failure of a turn of which not all was sent, because too little was left of lanes' leases."""
         unsent = sum(len(batches[lane]) - len(sender.sent[lane]) - len(sender.refused[lane]) for lane in self._cut)
         return DeliveryTimeout(
-            f"{unsent} events were not sent, and their rows are deleted: less was left of their lanes' leases than the "
-            f"{self._delivery_seconds:g} s that Kafka may take. The relay or Postgres stood still, or was slow. If it "
-            "comes again, raise OUTBOX_RELAY__LEASE_SECONDS, or lower OUTBOX_RELAY__BATCH_SIZE or delivery.timeout.ms"
+            f"{counted(unsent, 'event')} not sent, and the rows are deleted: less was left of their lanes' leases than "
+            f"the {self._delivery_seconds:g} s that Kafka may take. The relay or Postgres stood still, or was slow. If "
+            "it does again, raise OUTBOX_RELAY__LEASE_SECONDS, or lower OUTBOX_RELAY__BATCH_SIZE or delivery.timeout.ms"
         )
 
     def paused(self) -> frozenset[Kind]:

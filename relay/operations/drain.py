@@ -29,6 +29,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from outbox._clients.counting import counted
 from outbox.event import DEAD_LETTER
 from relay.core.pauses import ALL, Scope, ScopeKind
 from relay.database import unavailable_on_error
@@ -90,7 +91,7 @@ class DrainProgress:
     causes: Sequence[str] = ()
 
     def __str__(self) -> str:
-        events = "an unknown number of events" if self.events is None else f"{self.events:,} events"
+        events = "an unknown number of events" if self.events is None else counted(self.events, "event")
         return "; ".join([f"{events} left", *self.causes])
 
 
@@ -131,20 +132,22 @@ class Drain:
         return causes
 
     def _left(self, scope: Scope, causes: Sequence[str]) -> DrainProgress:
-        counted = self._counted(scope)
-        if counted is None:
+        lanes = self._counted(scope)
+        if lanes is None:
             return DrainProgress(
                 drained=False, causes=[*causes, f"events could not be counted within {_COUNT_SECONDS} s"]
             )
-        events = sum(row["events"] for row in counted)
+        events = sum(row["events"] for row in lanes)
         if self._last is not None and not events:
             return DrainProgress(drained=True, events=0)
         causes = list(causes)
-        if blocked := [row["lane"] for row in counted if row["blocked"]]:
+        if blocked := [row["lane"] for row in lanes if row["blocked"]]:
             causes.append(f"dead letters block keys of {lanes_text(blocked)}: `outbox dead-letters list`")
-        if retrying := sum(row["retrying"] for row in counted):
-            causes.append(f"{retrying} events are retrying: `outbox dead-letters list`")
-        for one in read_pauses(self._connection, self._schema) if counted else ():
+        if retrying := sum(row["retrying"] for row in lanes):
+            causes.append(
+                f"{counted(retrying, 'event')} {'is' if retrying == 1 else 'are'} retrying: `outbox dead-letters list`"
+            )
+        for one in read_pauses(self._connection, self._schema) if lanes else ():
             if one.scope == scope or one.scope.kind is not scope.kind or ALL in {one.scope, scope}:
                 causes.append(f"{one.scope} {'are' if one.scope == ALL else 'is'} paused")
         return DrainProgress(drained=False, events=events, causes=causes)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaException
 
+from outbox._clients.counting import counted
 from outbox.errors import OperationRefused
 from relay.core.ports import BrokerUnavailable, UndecidedTransaction
 from relay.kafka.client import text_of, unavailable_on_kafka_error
@@ -57,11 +58,11 @@ class HangingPartition:
         rest = self.events - self.held - len(self.missing[:_NAMED])
         more = f" (and {rest} more, see `outbox relay reconcile --json`)" if rest else ""
         return (
-            f"Kafka has {self.events - self.held} events that no read_committed reader sees, and the outbox no longer "
-            f"has them. 1. Save them: {self.read} > saved. 2. Make sure that no program has the transaction open, and "
-            f"end it: {self.command}. 3. Send them again: with relay.archive_days, outbox replay {named}{more}; else "
-            "write the saved events again, under the same event ids. They come after the later events of their keys. "
-            "4. If a lane has stopped: `outbox relay reconcile --apply` again"
+            f"Kafka has {counted(self.events - self.held, 'event')} that no read_committed reader sees, and that the "
+            f"outbox no longer has. 1. Save what is there: {self.read} > saved. 2. Make sure that no program has the "
+            f"transaction open, and end it: {self.command}. 3. Send all again: with relay.archive_days, outbox replay "
+            f"{named}{more}; else write the saved events again, under the same event ids. They come after the later "
+            "events of their keys. 4. If a lane has stopped: `outbox relay reconcile --apply` again"
         )
 
 
@@ -140,8 +141,8 @@ class HiddenEvents:
         if lost:
             raise OperationRefused(
                 "; ".join(
-                    f"{found.topic!r} partition {found.partition}: of {found.events} events that wait behind offset "
-                    f"{found.stable} for the end of a transaction, the outbox has {found.held} rows only"
+                    f"{found.topic!r} partition {found.partition}: of {counted(found.events, 'event')} behind offset "
+                    f"{found.stable}, which waits for the end of a transaction, the outbox has only {found.held}"
                     for found in lost
                 )
                 + ". Aborting it would lose those that are not in the outbox, so nothing was done. "

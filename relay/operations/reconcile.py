@@ -38,6 +38,7 @@ from confluent_kafka import KafkaException
 from psycopg import errors, sql
 
 from outbox._app.settings import client_options
+from outbox._clients.counting import counted
 from outbox.errors import OperationRefused, SchemaError
 from relay.config import Settings, producer_options, state_topic_name
 from relay.core.marker import Identity, Marker, StateLost, resume
@@ -311,7 +312,8 @@ class Reconciler:
         if seen.last_batch != marker.batch:
             gone = self._gone(lane, marker)
             if gone:
-                return marker, f"lane {lane}: Kafka holds {gone} events of batch {marker.batch} that Postgres has lost"
+                lost = counted(gone, "event")
+                return marker, f"lane {lane}: Kafka holds {lost} of batch {marker.batch} that Postgres has lost"
         if marker.commit_lsn is not None:
             end = self._end_of(marker.timeline, seen)
             if marker.commit_lsn >= (seen.insert_lsn if end is None else end):

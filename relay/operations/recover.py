@@ -43,6 +43,7 @@ from typing import Any, Final, LiteralString, NamedTuple
 
 from psycopg import sql
 
+from outbox._clients.counting import counted
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.errors import OperationRefused
 from outbox.event import DEAD_LETTER, REPLAY
@@ -334,7 +335,7 @@ class Recovery(Reconciler):
         [(relays,)] = self._rows.run(statements.RELAYS, (), "counting relays")
         before = "later events of a key could be published before those that are put back"
         if relays:
-            raise OperationRefused(f"{relays} relays run: {before}. Stop them, and run this again")
+            raise OperationRefused(f"{counted(relays, 'relay')} running: {before}. Stop all, and run this again")
         for _, lane, owner, lease_until, held in lanes:
             if held:
                 raise OperationRefused(
@@ -441,8 +442,8 @@ def _hides(hanging: Sequence[HangingPartition]) -> str:
     return (
         "; ".join(
             f"{found.topic!r} partition {found.partition} waits, at offset {found.stable}, for the end of a "
-            f"transaction with perhaps {found.events} events, of which the outbox has {found.held}. If a program has "
-            "it open, end that, or wait for its time-out. Else "
+            f"transaction with perhaps {counted(found.events, 'event')}, of which the outbox has {found.held}. If a "
+            "program has it open, end that, or wait for its time-out. Else "
             + (f"save what the outbox does not have: {found.read} > saved; then " if found.held < found.events else "")
             + f"abort it: {found.command}"
             for found in hanging

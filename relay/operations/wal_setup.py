@@ -152,13 +152,13 @@ class Cdc:
         """
         state = self._slot.look()
         self._require_server(state)
-        if state.known:
+        if state.has_checkpoint:
             problem = find_problem(state, self._names)
             if problem is not None:
                 raise OperationRefused(str(problem))
             return False
         self._require_own(state)
-        if state.there:
+        if state.exists:
             raise OperationRefused(
                 f"slot {self._names.slot!r} already exists, and is not this outbox's. If an interrupted setup left it "
                 "behind, use --repair; if another program or outbox uses it, choose another name (OUTBOX_WAL__SLOT)"
@@ -179,7 +179,7 @@ class Cdc:
                 f"slot {self._names.slot!r} is being read by server process {state.active_pid}: there is nothing to "
                 "repair; to replace it anyway, stop the relays first"
             )
-        if state.there:
+        if state.exists:
             self._drop_slot()
         self._make(reason)
 
@@ -220,7 +220,7 @@ class Cdc:
         if any(lane.source == "wal" for lane in read_lanes(self._connection, self._names.schema)):
             raise OperationRefused("the lanes are read from the WAL: run `outbox relay switch polling` first")
         self._require_own(state)
-        if state.there:
+        if state.exists:
             self._drop_slot()
         with unavailable_on_error("dropping the publication"), self._connection.transaction():
             self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
@@ -251,13 +251,13 @@ class Cdc:
 
     def _require_server(self, state: SlotState) -> None:
         self._require_primary(state)
-        problem = not_set_up(state._replace(known=True), self._names.slot)
+        problem = not_set_up(state._replace(has_checkpoint=True), self._names.slot)
         if problem is not None:
             raise OperationRefused(problem)
 
     def _fault(self) -> str | None:
         state = self._slot.look()
-        return slot_fault(state, self._names) if state.known else None
+        return slot_fault(state, self._names) if state.has_checkpoint else None
 
     def _require_healable(self) -> None:
         """Raise OperationRefused unless only the slot is at fault, and SchemaError without the rights to replace it."""
@@ -283,7 +283,7 @@ class Cdc:
 
     def _require_own(self, state: SlotState) -> None:
         # With a second slot, the first would keep WAL for ever.
-        if not state.known:
+        if not state.has_checkpoint:
             with unavailable_on_error("looking at the checkpoint"):
                 query = self._query("SELECT slot FROM {streams} WHERE slot <> %(slot)s::text")
                 row = self._connection.execute(query, self._bound()).fetchone()
@@ -301,12 +301,12 @@ class Cdc:
             )
 
     def _require_own_slot(self, state: SlotState) -> None:
-        if not state.there:
+        if not state.exists:
             return
         whose = None
-        if state.plugin != "pgoutput" or not state.here:
+        if state.plugin != "pgoutput" or not state.in_this_database:
             whose = f"plugin {state.plugin!r}, or another database's"
-        elif not state.known:
+        elif not state.has_checkpoint:
             if state.publication_version_now is None:
                 whose = "no publication of this outbox is there"
             with unavailable_on_error("looking for the slot's owner"):
@@ -348,7 +348,7 @@ class Cdc:
         try:
             with unavailable_on_error("making the publication"), self._connection.transaction():
                 self._connection.execute(_LOCK, bound)
-                if not self._slot.look().publishes:
+                if not self._slot.look().publication_fits:
                     self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
                     # Only the columns that identify a row: the relay reads the rest from the table. Generated columns
                     # like the lane can be published since Postgres 18; before, the relay computes it from the key.
@@ -450,7 +450,7 @@ def unhealable(state: SlotState, names: SlotNames) -> str | None:
         return "the tables are ahead of this server's WAL: they were copied, or it is an older copy"
     if state.events_oid is None:
         return f"there is no table {names.schema}.events"
-    if state.publication_version_now != state.publication_version or not state.publishes:
+    if state.publication_version_now != state.publication_version or not state.publication_fits:
         return f"publication {names.publication!r} was changed or dropped, and only the tables' owner can repair that"
     if state.active_pid is not None:
         return f"slot {names.slot!r} is being read by server process {state.active_pid}"

@@ -91,6 +91,10 @@ class User:
     role: Role
 
 
+class _NameUnreadable(Exception):
+    """The proxy's header with the user's name is not UTF-8."""
+
+
 Authenticate = Callable[[Request], "User | Awaitable[User | None] | None"]
 """How a host application says who sends a request; None: a user who may not see the page."""
 
@@ -99,14 +103,21 @@ def from_proxy(secret: str, user_header: str) -> Authenticate:
     """Return the function that knows a user by a proxy's headers: the shared secret, and the user's name in another.
 
     Every user that the proxy lets in is an admin. None unless each of the headers is there exactly once: a proxy that
-    adds its own to what the client has sent proves nothing.
+    adds its own to what the client has sent proves nothing. The name is UTF-8. One that is not is refused, as two users
+    may become one if its bytes are replaced.
     """
 
     def authenticate(request: Request) -> User | None:
         shown, names = request.headers.getlist(SECRET_HEADER), request.headers.getlist(user_header)
         if len(shown) != 1 or not hmac.compare_digest(shown[0].encode(), secret.encode()):
             return None
-        return User(names[0], Role.ADMIN) if len(names) == 1 and names[0] else None
+        if len(names) != 1 or not names[0]:
+            return None
+        try:
+            # Starlette decodes headers as Latin-1.
+            return User(names[0].encode("latin-1").decode(), Role.ADMIN)
+        except UnicodeDecodeError:
+            raise _NameUnreadable(user_header) from None
 
     return authenticate
 
@@ -253,7 +264,10 @@ class Guard:
         shown = request.query_params.get("token")
         if self._access.token is not None and shown is not None and request.method == "GET":
             return self._exchange(request, shown)
-        user = await self._user(request)
+        try:
+            user = await self._user(request)
+        except _NameUnreadable as error:
+            return PlainTextResponse(f"the proxy names the user in {error}, which is not UTF-8\n", 400)
         if user is None:
             return self._ask(request)
         request.scope["outbox.user"] = user
@@ -312,7 +326,9 @@ class Guard:
             return PlainTextResponse(f"send the fields as {_JSON}\n", 415)
         fields = api.fields_of(body) if api_call else fields_of(body)
         if fields is None:
-            return PlainTextResponse("send one JSON object: names with texts, numbers, or lists of these\n", 400)
+            if api_call:
+                return PlainTextResponse("send one JSON object: names with texts, numbers, or lists of these\n", 400)
+            return PlainTextResponse("the form can't be read\n", 400)
         if _has_nul(fields):
             return _without_nul()
         request.scope["outbox.fields"] = fields
@@ -336,12 +352,12 @@ def _add_headers(message: Message, *, secure: bool) -> None:
         headers.setdefault("Strict-Transport-Security", "max-age=31536000")
 
 
-def fields_of(body: bytes) -> list[tuple[str, str]]:
-    """Return the fields of a form that was sent as application/x-www-form-urlencoded; none of anything else."""
+def fields_of(body: bytes) -> list[tuple[str, str]] | None:
+    """Return the fields of a form that was sent as application/x-www-form-urlencoded; None if it can't be read."""
     try:
-        return parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
+        return parse_qsl(body.decode(), keep_blank_values=True, errors="strict", max_num_fields=_MAX_FIELDS)
     except ValueError:
-        return []
+        return None
 
 
 def _has_nul(fields: Sequence[tuple[str, str]]) -> bool:

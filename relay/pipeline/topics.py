@@ -13,6 +13,7 @@ import psycopg
 from confluent_kafka import IsolationLevel, KafkaException
 
 from outbox._app.settings import client_options
+from outbox._clients.counting import counted
 from outbox._clients.kafka_client import EARLIEST, LATEST, Admin, answered
 from outbox.errors import SchemaError
 from outbox.event import DEAD_LETTER
@@ -70,9 +71,9 @@ class TopicState:
         if self.partitions is None:
             return "does not exist" if self.waiting else None
         if self.leaderless:
-            return f"{self.leaderless} partitions have no leader"
+            return f"{counted(self.leaderless, 'partition')} without a leader"
         if self.under_replicated:
-            return f"{self.under_replicated} partitions lack replicas in sync"
+            return f"{counted(self.under_replicated, 'partition')} without all replicas in sync"
         return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from psycopg import errors
 
+from outbox._clients.counting import counted
 from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import Lease
 from relay.core.marker import RECOVER, Identity, Marker, StateLost, resume
@@ -173,8 +174,8 @@ class RowTakeover:
         if gone != len(ids):
             # They were durable before they were published, and no other relay settles them.
             raise StateLost(
-                f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "
-                f"only {gone}: it has lost commits (a restore, or a failover to a standby that was behind), "
+                f"lane {lane}: Kafka holds batch {adopted.batch} with {counted(len(ids), 'event')}, of which Postgres "
+                f"has only {gone}: it has lost commits (a restore, or a failover to a standby that was behind), "
                 f"or events were deleted by hand: {RECOVER}"
             )
         self._failures.forget(self._connection, lane, ids)

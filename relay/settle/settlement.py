@@ -51,6 +51,7 @@ import psycopg
 from psycopg import sql
 
 from outbox._clients.clock import uptime
+from outbox._clients.counting import counted
 from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.background import Background
@@ -345,7 +346,7 @@ class Settlement:
         text = f"lane {lane}: epoch {held.lease.epoch} of {held.lease.owner} is over, another relay has taken the lane"
         unsettled = len(held.pending.rows) if held.pending.batch is None else 0
         if unsettled:
-            text += f"; the {unsettled} events just published will be published again by it"
+            text += f"; the {counted(unsettled, 'event')} just published will be published again by it"
         return LaneLost(text)
 
     @contextmanager

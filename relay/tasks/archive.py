@@ -29,6 +29,7 @@ import structlog
 from psycopg import errors, sql
 
 from outbox._clients import blocks
+from outbox._clients.counting import counted
 from outbox._clients.errors import first_line
 from outbox.errors import OperationRefused
 from relay.database import unavailable_on_error
@@ -105,9 +106,10 @@ class PrunePlan:
 
 def overdue(plan: PrunePlan) -> OperationRefused:
     """Return the error for due data that expired too long ago to trust the clock: nothing was dropped."""
+    partitions, rows = counted(len(plan.drop), "partition"), counted(plan.stray_rows, "row")
     return OperationRefused(
-        f"the archive is kept as it is: {len(plan.drop)} partitions and {plan.stray_rows} rows outside of any are "
-        f"from before {plan.oldest}, and the first of them should have been dropped {plan.overdue_days} days ago. "
+        f"the archive is kept as it is: {partitions} and {rows} outside of any are from before {plan.oldest}, and the "
+        f"first of them should have been dropped {counted(plan.overdue_days, 'day')} ago. "
         "Either the database's clock is wrong, or the archive was not maintained for days, or fewer days are kept than "
         "before. See `outbox db prune --dry-run`; when it is right, run `outbox db prune --force`"
     )

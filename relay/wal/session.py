@@ -38,6 +38,7 @@ from typing import Any, Final
 import psycopg
 import structlog
 
+from outbox._clients.counting import counted
 from relay.core.lease import Lease
 from relay.core.ports import Unavailable
 from relay.failpoints import failpoint
@@ -164,7 +165,11 @@ class StreamSession:
         return channel
 
     def begin_without(self, lanes: Collection[int]) -> None:
-        """Start, if all other lanes have joined. These lanes' channels hold all their events."""
+        """Start, if all other lanes have joined.
+
+        These lanes' channels hold their events until the source drops them (``leave_absent``): the rows are in the
+        table.
+        """
         absent = set(self.absent())
         begun = self._thread.ident is not None or self.error is not None
         if begun or not absent or not self._channels or not absent <= set(lanes):
@@ -249,8 +254,9 @@ class StreamSession:
             slot.check_timeline(state, replication, self._published_lsn)
             if state.timeline_now is None or state.timeline_now != self._timeline:
                 raise Unavailable("the lanes and the stream are connected to different servers: a failover goes on")
-            if state.lanes != len(self._leases):
-                raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
+            if state.lane_count != len(self._leases):
+                found = counted(state.lane_count, "lane")
+                raise Unavailable(f"the outbox has {found} now, and not {len(self._leases)}")
             self._confirmed_lsn = state.flushed_lsn or 0
             self._events.begin(state.events_oid, lambda: slot.check(slot.look()))
             if state.active_pid is None:
@@ -356,12 +362,12 @@ class StreamSession:
         while self._ends and all(map(int.__ge__, done, self._ends[0][2])):
             flushed, at, _ = self._ends.popleft()
         if flushed > self._confirmed_lsn:
-            slot.note(flushed, at)
+            slot.write_checkpoint(flushed, at)
             failpoint("stream.noted")
             self._confirmed_lsn = flushed
             self._moved_at = time.monotonic()
         else:
-            slot.hold()
+            slot.require_lanes()
         replication.feedback(self._confirmed_lsn)
         failpoint("stream.confirmed")
 

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
+from psycopg.rows import kwargs_row
 
 from outbox.errors import ConfigurationError, SchemaError
 from relay.config import Settings
@@ -54,7 +55,7 @@ _LOOK: Final = """
 SELECT CASE WHEN current_setting('wal_level') = 'replica' AND current_setting('effective_wal_level', true) IS NOT NULL
             THEN 'logical' ELSE current_setting('wal_level') END AS wal_level,
        current_setting('server_encoding') AS encoding,
-       b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.publication_version,
+       b.slot IS NOT NULL AS has_checkpoint, b.system_identifier, b.timeline, b.flushed_lsn, b.publication_version,
        {version} AS publication_version_now,
        (SELECT p.pubinsert AND NOT (p.pubupdate OR p.pubdelete OR p.pubtruncate) AND r.prqual IS NULL
                AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute AS a
@@ -63,13 +64,13 @@ SELECT CASE WHEN current_setting('wal_level') = 'replica' AND current_setting('e
                AND NOT EXISTS (SELECT FROM pg_publication_rel AS o WHERE o.prpubid = p.oid AND o.oid <> r.oid)
                AND NOT EXISTS (SELECT FROM pg_publication_namespace AS o WHERE o.pnpubid = p.oid)
           FROM pg_publication AS p JOIN pg_publication_rel AS r ON r.prpubid = p.oid
-         WHERE p.pubname = %(publication)s::text AND r.prrelid = to_regclass(%(events)s)) AS publishes,
-       s.slot_name IS NOT NULL AS there, s.plugin, s.database = current_database() AS here, s.wal_status,
+         WHERE p.pubname = %(publication)s::text AND r.prrelid = to_regclass(%(events)s)) AS publication_fits,
+       s.slot_name IS NOT NULL AS exists, s.plugin, s.database = current_database() AS in_this_database, s.wal_status,
        s.active_pid, (s.confirmed_flush_lsn - '0/0'::pg_lsn)::bigint AS confirmed_lsn,
-       (s.restart_lsn - '0/0'::pg_lsn)::bigint AS restart_lsn, s.safe_wal_size,
+       (s.restart_lsn - '0/0'::pg_lsn)::bigint AS restart_lsn, s.safe_wal_size AS safe_wal_bytes,
        (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END
            - '0/0'::pg_lsn)::bigint AS current_lsn,
-       (SELECT max(commit_lsn) FROM {lanes}) AS settled_lsn, (SELECT count(*) FROM {lanes}) AS lanes,
+       (SELECT max(commit_lsn) FROM {lanes}) AS settled_lsn, (SELECT count(*) FROM {lanes}) AS lane_count,
        extract(epoch FROM clock_timestamp() - b.flushed_at)::float8 AS flushed_seconds_ago,
        pg_is_in_recovery() AS recovering,
        CASE WHEN NOT pg_is_in_recovery()
@@ -96,7 +97,7 @@ SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots
  WHERE slot_name = %(slot)s::text AND active_pid IS NOT NULL AND {holds}"""
 
 # Synchronous: the slot must not be advanced beyond a checkpoint that a crash could lose.
-_NOTE: Final = """
+_WRITE: Final = """
 UPDATE {streams} SET flushed_lsn = %(lsn)s, flushed_at = coalesce(%(at)s, clock_timestamp())
  WHERE slot = %(slot)s::text AND publication_version = {version} AND {holds}
 RETURNING slot, set_config('synchronous_commit', 'on', true)"""
@@ -117,16 +118,16 @@ class SlotState(NamedTuple):
 
     wal_level: str
     encoding: str
-    known: bool
+    has_checkpoint: bool
     system_identifier: str | None
     timeline: int | None
     flushed_lsn: int | None
     publication_version: str | None
     publication_version_now: str | None
-    publishes: bool | None
-    there: bool
+    publication_fits: bool | None
+    exists: bool
     plugin: str | None
-    here: bool | None
+    in_this_database: bool | None
     wal_status: str | None
     active_pid: int | None
     confirmed_lsn: int | None
@@ -134,7 +135,7 @@ class SlotState(NamedTuple):
     safe_wal_bytes: int | None
     current_lsn: int
     settled_lsn: int | None
-    lanes: int
+    lane_count: int
     flushed_seconds_ago: float | None
     recovering: bool
     timeline_now: int | None
@@ -178,7 +179,11 @@ def names_in_checkpoint(connection: psycopg.Connection[Any], names: SlotNames) -
 
 
 class Slot:
-    """The slot's statements, on one connection in autocommit. All methods raise Unavailable or SchemaError."""
+    """The slot's statements, on one connection in autocommit.
+
+    Methods raise Unavailable and SchemaError; ``check``, ``check_timeline`` and ``write_checkpoint`` also StreamLost;
+    ``check_hash`` ConfigurationError, which ends the relay.
+    """
 
     def __init__(self, connection: psycopg.Connection[Any], names: SlotNames, leases: Sequence[Lease] = ()) -> None:
         self._connection = connection
@@ -186,8 +191,8 @@ class Slot:
         tables = names_of(names.schema)
         tables["version"] = sql.SQL(_VERSION)
         tables["holds"] = sql.SQL(_HOLDS).format(**tables)
-        self._look, self._terminate, self._note, self._held, self._timeline = (
-            sql.SQL(text).format(**tables) for text in (_LOOK, _TERMINATE, _NOTE, _HELD, _TIMELINE)
+        self._look, self._terminate, self._write, self._held, self._timeline = (
+            sql.SQL(text).format(**tables) for text in (_LOOK, _TERMINATE, _WRITE, _HELD, _TIMELINE)
         )
         self._bound = {
             "slot": names.slot,
@@ -207,12 +212,16 @@ class Slot:
         again = self._look_once()
         if (again.flushed_lsn or 0) < (state.confirmed_lsn or 0):
             return state
-        return again._replace(confirmed_lsn=min(again.confirmed_lsn or 0, again.flushed_lsn or 0))
+        if again.confirmed_lsn is None:
+            # The slot was dropped meanwhile, and may be being made again.
+            return again
+        return again._replace(confirmed_lsn=min(again.confirmed_lsn, again.flushed_lsn or 0))
 
     def _look_once(self) -> SlotState:
         with unavailable_on_error(f"looking at slot {self._names.slot!r}"):
-            (row,) = self._connection.execute(self._look, self._bound).fetchall()
-        return SlotState(*row)
+            with self._connection.cursor(row_factory=kwargs_row(SlotState)) as cursor:
+                (state,) = cursor.execute(self._look, self._bound).fetchall()
+        return state
 
     def check(self, state: SlotState) -> None:
         """Raise StreamLost if the stream has a gap, SchemaError if an operator has to set something up first."""
@@ -269,19 +278,19 @@ class Slot:
         with unavailable_on_error("ending the slot's last reader"):
             self._connection.execute(self._terminate, self._bound)
 
-    def note(self, flushed_lsn: int, at: dt.datetime | None) -> None:
+    def write_checkpoint(self, flushed_lsn: int, at: dt.datetime | None) -> None:
         """Record durably how far the stream is used; ``at`` is the commit time of the last transaction (now, if None).
 
         Raises StreamLost when the publication has changed, Unavailable when the lanes are not ours.
         """
         values = {"lsn": flushed_lsn, "at": at, **self._bound}
         with unavailable_on_error("recording the position of the stream"):
-            noted = self._connection.execute(self._note, values).fetchone()
-        if noted is None:
+            written = self._connection.execute(self._write, values).fetchone()
+        if written is None:
             self.check(self.look())
             raise DatabaseUnavailable("another relay holds the stream's lanes now")
 
-    def hold(self) -> None:
+    def require_lanes(self) -> None:
         """Raise Unavailable when the lanes are not ours any more, or the server shuts down.
 
         A server that shuts down waits for its walsenders, and they wait for feedback that may never come.
@@ -303,7 +312,10 @@ def heartbeat_prefix(schema: str) -> str:
 
 
 def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
-    """Return why the stream may have a gap; None if it has none."""
+    """Return the error that keeps the stream from being read; None if there is none.
+
+    StreamLost for a possible gap, SchemaError for a missing set-up.
+    """
     slot, publication = names.slot, names.publication
     setting_up = not_set_up(state, slot)
     if setting_up is not None:
@@ -313,7 +325,7 @@ def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
     lost = slot_fault(state, names)
     if lost is None and state.publication_version_now is None:
         lost = f"the publication {publication!r} is gone, or does not have {names.schema}.events"
-    elif lost is None and (state.publication_version_now != state.publication_version or not state.publishes):
+    elif lost is None and (state.publication_version_now != state.publication_version or not state.publication_fits):
         lost = f"the publication {publication!r} was changed: events may not have been in it meanwhile"
     return None if lost is None else StreamLost(f"{lost}; {REPAIR}")
 
@@ -321,12 +333,12 @@ def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
 def slot_fault(state: SlotState, names: SlotNames) -> str | None:
     """Return why the slot may have a gap; None if it has none. Ignores the publication."""
     slot = names.slot
-    if not state.there:
+    if not state.exists:
         return (
             f"slot {slot!r} is gone: it was dropped, or a failover left it behind (sync_replication_slots on the "
             "standby keeps it, from Postgres 17 on)"
         )
-    if state.plugin != "pgoutput" or not state.here:
+    if state.plugin != "pgoutput" or not state.in_this_database:
         return f"slot {slot!r} is another one now (plugin {state.plugin!r}, or another database's)"
     if state.wal_status == "lost":
         return f"slot {slot!r} is invalidated: {_INVALIDATED.get(state.invalidation_reason or '', _WAL_REMOVED)}"
@@ -358,7 +370,7 @@ def not_set_up(state: SlotState, slot: str) -> str | None:
         return f"wal_level is {state.wal_level!r}: set wal_level = logical and restart Postgres, or use source=polling"
     if state.encoding != "UTF8":
         return f"the database's encoding is {state.encoding}: source=wal needs UTF8; use source=polling"
-    if not state.known:
+    if not state.has_checkpoint:
         return f"slot {slot!r} is not set up for this outbox: run `outbox cdc setup`"
     return None
 

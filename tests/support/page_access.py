@@ -89,7 +89,7 @@ def failures(url: str, kind: str, error: str, count: int) -> None:
 PROXY = {"proxy_secret": "s3cret-of-the-proxy", "origin": "https://outbox.example.com"}
 
 
-def through_proxy(user: str) -> dict[str, str]:
+def through_proxy(user: str | bytes) -> dict[str, str | bytes]:
     """Return the headers of a request as a proxy passes it on."""
     return {
         "Host": "outbox.example.com",

@@ -60,7 +60,7 @@ class PageRun:
         self,
         path: str,
         fields: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str | bytes] | None = None,
         method: str | None = None,
         body: bytes | None = None,
     ) -> Answer:
@@ -70,7 +70,7 @@ class PageRun:
         """
         if not path.startswith(f"{self.base}/"):
             path = f"{self.base}{path}"
-        sent = {"Host": self.address}
+        sent: dict[str, str | bytes] = {"Host": self.address}
         if self.cookie is not None:
             sent["Cookie"] = self.cookie
         if fields is not None:

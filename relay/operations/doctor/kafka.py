@@ -13,6 +13,7 @@ from confluent_kafka.admin import AclOperation, ConfigResource  # type: ignore[a
 
 from outbox._app.settings import client_options
 from outbox._clients.checks import Check, Finding, failure, ok, warning
+from outbox._clients.counting import counted
 from outbox._clients.kafka_client import Admin
 from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
 from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
@@ -111,8 +112,8 @@ def _remembered(name: str, keep_days: int, entry: _Config) -> Iterator[Finding]:
     if not 0 <= ms <= keep_days * _DAY_MS:
         yield warning(
             f"topic {name}, ids",
-            f"it keeps {kept}, ids are remembered for {keep_days} days: older messages become dead letters if they are "
-            "read again",
+            f"it keeps {kept}, ids are remembered for {counted(keep_days, 'day')}: older messages become dead letters "
+            "if they are read again",
             "raise consumer.keep_days above retention.ms plus the longest outage of a relay, or lower retention.ms",
         )
 
@@ -174,7 +175,10 @@ def _may_write(admin: Admin, name: str) -> Iterator[Finding]:
 def _state_topic(state: str, found: Any, lanes: int, config: _Config) -> Iterator[Finding]:
     yield from _topic(state, found, config)
     if len(found.partitions) < lanes:
-        yield ok(f"state topic {state}", f"{len(found.partitions)} partitions, {lanes} lanes: the relay adds some")
+        yield ok(
+            f"state topic {state}",
+            f"{counted(len(found.partitions), 'partition')}, {counted(lanes, 'lane')}: the relay adds some",
+        )
     for name, wanted in (("cleanup.policy", "compact"), ("unclean.leader.election.enable", "false")):
         value = config(name)
         if value != wanted:
@@ -218,7 +222,9 @@ def _lower_timeout(settings: Settings, limit: int) -> str:
 def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
     copies = min(len(partition.replicas) for partition in topic.partitions.values())
     required = int(config("min.insync.replicas"))
-    text = f"{len(topic.partitions)} partitions, {copies} replicas, min.insync.replicas={required}"
+    text = (
+        f"{counted(len(topic.partitions), 'partition')}, {counted(copies, 'replica')}, min.insync.replicas={required}"
+    )
     if copies == 1 or required == 1:
         yield warning(
             f"topic {name}",

@@ -12,6 +12,7 @@ from psycopg import errors, sql
 
 from outbox._app.text import bytes_text
 from outbox._clients.checks import Check, Finding, failure, ok, warning
+from outbox._clients.counting import counted
 from outbox.consumer.ids import DAY_OF_ID
 from relay.config import Settings, SourceKind
 from relay.insights import without_event
@@ -161,7 +162,7 @@ def _without_event(rows: Rows) -> Iterator[Finding]:
     if count:
         yield warning(
             "failures without an event",
-            f"the events of {count} failures were deleted by hand; the later events of their keys may wait",
+            f"the events of {counted(count, 'failure')} were deleted by hand; the later events of their keys may wait",
             "`outbox dead-letters list` shows them, `outbox dead-letters discard EVENT_ID --reason …` frees the keys",
         )
 
@@ -274,11 +275,12 @@ def _sources(settings: Settings, status: Status) -> Iterator[Finding]:
     about, slot = f"slot {settings.wal.slot}", status.slot
     retained = f"{bytes_text(slot.retained_bytes)} of WAL are retained"
     if "wal" in sources or settings.source is SourceKind.WAL:
-        if status.problem is None and slot.known:
+        if status.problem is None and slot.has_checkpoint:
             yield ok(about, f"has no gap; {retained}")
         else:
-            yield failure(about, status.problem or "is not set up", "" if slot.known else "run `outbox cdc setup`")
-    elif slot.there and slot.known:
+            do = "" if slot.has_checkpoint else "run `outbox cdc setup`"
+            yield failure(about, status.problem or "is not set up", do)
+    elif slot.exists and slot.has_checkpoint:
         yield warning(about, f"is not read; {retained}", "`outbox relay switch wal`, or `outbox cdc drop`")
     if tables := [lane.lane for lane in status.lanes if lane.source == "wal" and not lane.streaming]:
         yield warning(
@@ -323,7 +325,7 @@ def _failover(about: str, knows: bool, rows: Rows) -> Iterator[Finding]:
 def _cost(slot: Slot, settings: Settings, name: str) -> Iterator[Finding]:
     """Return how much WAL the slot retains, and how long its limits last at the current rate."""
     before, began = slot.look(), time.monotonic()
-    if not before.there:
+    if not before.exists:
         return
     time.sleep(_RATE_SECONDS)
     now = slot.look()

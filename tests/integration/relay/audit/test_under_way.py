@@ -117,7 +117,7 @@ def test_a_certificate_of_which_nothing_is_left_is_not_verified(pipeline, tmp_pa
     for partition in pipeline.ends():
         pipeline.cut(partition)
     pipeline.run("DELETE FROM outbox.published")
-    assert "windows can be compared" in pipeline.command("audit", "verify", str(file), status=1)
+    assert "of its 1 window none can be compared" in pipeline.command("audit", "verify", str(file), status=1)
 
 
 def notes(pipeline: Pipeline) -> Any:

@@ -22,11 +22,11 @@ def test_lanes_change_with_what_waits(empty):
         for n in range(200):
             put(connection, "outbox.failures", lane=0, id=n, aggregate_type="Order", aggregate_id=str(n))
             put(connection, "outbox.dead_letters", lane=0, id=n, aggregate_type="Order", aggregate_id=str(n))
-    with pytest.raises(SchemaError, match="relays hold 1 lanes"):
+    with pytest.raises(SchemaError, match="relays hold 1 lane;"):
         db.change_lanes(empty, 6)
     with psycopg.connect(empty) as connection:
         connection.execute("UPDATE outbox.lanes SET lease_until = '-infinity', transactional_id = 'one' WHERE lane = 2")
-    with pytest.raises(SchemaError, match="a relay was killed, and of 1 lanes it is not known"):
+    with pytest.raises(SchemaError, match="a relay was killed, and of 1 lane it is not known"):
         db.change_lanes(empty, 6)
     with psycopg.connect(empty) as connection:
         connection.execute("UPDATE outbox.lanes SET transactional_id = NULL")
@@ -69,7 +69,7 @@ def test_lanes_do_not_change_under_a_relay_that_is_taking_one(empty):
         )
         with while_it_waits(empty, lambda: db.change_lanes(empty, 6)) as done:
             relay.commit()
-            with pytest.raises(SchemaError, match="relays hold 1 lanes"):
+            with pytest.raises(SchemaError, match="relays hold 1 lane;"):
                 done.result(30)
     assert rows(empty, "SELECT owner, epoch FROM outbox.lanes WHERE lane = 2") == [("me", 1)]
 

@@ -319,7 +319,7 @@ def test_at_most_once_a_turn_that_is_cut_because_a_lease_ends_has_failed(outbox_
     sent = sender.publish({0: [claim(1, kind)], 7: [claim(2, kind, lane=7), claim(3, kind, lane=7)]})
     assert isinstance(sent, Failed)
     assert isinstance(sent.error, DeliveryTimeout)
-    assert "2 events were not sent" in str(sent.error)
+    assert "2 events not sent" in str(sent.error)
     assert {lane: published(receipt) for lane, receipt in sent.receipts.items()} == {0: [1], 7: []}
     sender.close()
     assert stored(outbox_kafka.consume(topic)) == [1]

@@ -27,7 +27,7 @@ from relay.metrics import relay as metrics
 from relay.metrics.relay import SlotWatch
 from relay.supervisor import Components, Supervisor
 from relay.upkeep import MaintenanceTask
-from relay.wal.slot import SlotNames
+from relay.wal.slot import Slot, SlotNames, SlotState
 
 __all__ = ["wal"]
 
@@ -87,6 +87,27 @@ def test_the_limit_is_crossed_and_crossed_back(outbox_postgres, wal):
         admin.execute("SELECT pg_drop_replication_slot(%s)", (names.slot,))
         assert logged() == []
         assert (look("healthy"), look("retained_wal_bytes")) == (0, 0)
+
+
+def test_a_slot_that_is_dropped_between_two_looks_has_no_position(outbox_postgres, wal, monkeypatch):
+    """The second look is needed because the first has missed a checkpoint."""
+    set_up(outbox_postgres.url, wal)
+    names = SlotNames("outbox", wal["wal__slot"], "outbox_relay")
+    real, looks = Slot._look_once, []
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute("UPDATE outbox.streams SET flushed_lsn = flushed_lsn - 1")
+
+        def look_once(slot: Slot) -> SlotState:
+            looks.append(real(slot))
+            if len(looks) == 1:
+                admin.execute("UPDATE outbox.streams SET flushed_lsn = flushed_lsn + 1")
+                admin.execute("SELECT pg_drop_replication_slot(%s)", (names.slot,))
+            return looks[-1]
+
+        monkeypatch.setattr(Slot, "_look_once", look_once)
+        found = Slot(admin, names).look()
+    assert [look.confirmed_lsn is None for look in looks] == [False, True]
+    assert (found.confirmed_lsn, found.lag_bytes) == (None, 0)
 
 
 def test_the_alert_of_a_relay_that_polls_and_whose_control_loop_hangs(outbox_postgres, wal, monkeypatch):

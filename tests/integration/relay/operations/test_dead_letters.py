@@ -181,7 +181,7 @@ def test_the_list_shows_what_waits_and_what_is_dead_the_oldest_failure_first(lan
     lines = outbox(lane, "dead-letters", "list").splitlines()
     shown = {line.split()[0]: line for line in lines}
     assert "Order/a" in shown[ids[0]]
-    assert "retrying, 1 attempts: b1 is bad" in shown[ids[1]]
+    assert "retrying, 1 attempt: b1 is bad" in shown[ids[1]]
     assert "dead, its key waits, 2 attempts: a1 is bad" in shown[ids[0]]
     listed = json.loads(outbox(lane, "dead-letters", "list", "--json"))["failures"]
     assert [failure["event_id"] for failure in listed] == ids
@@ -246,6 +246,6 @@ def test_retry_and_discard_by_id_and_by_type(lane):
         lane, "dead-letters", "discard", "--all", "--aggregate-type", "Cart", "--reason", "old", "--json"
     )
     assert json.loads(discarded) == {"discarded": [ids[2]], "locked": []}
-    assert "1 events were discarded" in outbox(lane, "dead-letters", "discard", ids[1], "--reason", "old")
+    assert "1 event was discarded" in outbox(lane, "dead-letters", "discard", ids[1], "--reason", "old")
     assert [row[0] for row in lane.rows("SELECT what FROM outbox.audit ORDER BY id")] == ["retry", "discard", "discard"]
     assert turn(source) == ["a1"]

@@ -80,7 +80,7 @@ def test_retry_of_all_dead_letters_and_then_of_the_events_that_they_became(box):
     assert dry == {"dry_run": True, "retrying": 0, "dead": MANY}
     assert box.counts() == (0, MANY, MANY, 0)
     stdout, stderr = box.run("retry", "--all")
-    assert stdout == "5000 events will be retried\n"
+    assert stdout == "5,000 events will be retried\n"
     assert stderr.splitlines()[0] == "1,000 of 5,000 retried"
     assert len(stderr.splitlines()) == 4
     assert box.counts() == (MANY, 0, MANY, 5)
@@ -93,10 +93,10 @@ def test_retry_of_all_dead_letters_and_then_of_the_events_that_they_became(box):
     assert "0 events were discarded" in box.run("discard", "--all", "--reason", "x")[0]
     later = "UPDATE outbox.failures SET next_attempt_at = now() + interval '1 hour'"
     box.admin.execute(later)
-    assert "5000 events will be retried" in box.run("retry", "--all")[0]
+    assert "5,000 events will be retried" in box.run("retry", "--all")[0]
     assert box.rows("SELECT count(*) FROM outbox.failures WHERE next_attempt_at <= now()") == [(MANY,)]
     box.admin.execute(later)
-    assert "5000 events were discarded" in box.run("discard", "--all", "--reason", "x")[0]
+    assert "5,000 events were discarded" in box.run("discard", "--all", "--reason", "x")[0]
     assert box.counts() == (0, 0, 0, 10 + MANY)
 
 
@@ -108,7 +108,7 @@ def test_discard_of_all_dead_letters_keeps_them_in_the_audit(box):
     assert "would be discarded: 5,000 dead letters" in box.run("discard", "--all", "--reason", "x", "--dry-run")[0]
     assert box.counts() == (0, MANY, MANY, 0)
     stdout, _ = box.run("discard", "--all", "--reason", "a test's")
-    assert stdout == "5000 events were discarded\n"
+    assert stdout == "5,000 events were discarded\n"
     assert box.counts() == (0, 0, 0, MANY)
     kept = "SELECT details->>'event_id', details->'payload' FROM outbox.audit WHERE why = %s ORDER BY id"
     assert box.rows(kept, "a test's") == before
@@ -240,7 +240,7 @@ def test_a_failure_whose_event_was_deleted_is_shown_and_can_only_be_discarded(bo
     assert "can only be discarded" in box.run("retry", deleted, status=1)[1]
     dry = json.loads(box.run("discard", "--all", "--reason", "x", "--dry-run", "--json")[0])
     assert (dry["dead"], dry["without_event"]) == (2, 1)
-    assert "1 events were discarded" in box.run("discard", deleted, "--reason", "deleted by hand")[0]
+    assert "1 event was discarded" in box.run("discard", deleted, "--reason", "deleted by hand")[0]
     assert box.rows("SELECT * FROM outbox.failures WHERE id < 100") == []
     ((why, details),) = box.rows("SELECT why, details FROM outbox.audit")
     assert (why, details["event_id"], details["event_type"]) == ("deleted by hand", deleted, None)

@@ -79,7 +79,7 @@ def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
         assert "failures without an event" not in {one.about for one in findings}
         connection.execute("DELETE FROM outbox.events")
         level, text = found(given)["failures without an event"]
-        assert (level, text.startswith("the events of 1 failures were deleted by hand")) == (Level.WARNING, True)
+        assert (level, text.startswith("the events of 1 failure were deleted by hand")) == (Level.WARNING, True)
         connection.execute("ALTER TABLE outbox.lanes DROP CONSTRAINT lanes_counters")
     findings = found(given)
     assert findings["tables"][0] is Level.FAILURE

@@ -35,7 +35,7 @@ def test_the_command_pauses_when_all_is_published(outbox_postgres, url):
         add(outbox_postgres, "later")
         # Where it is paused, nothing more can be drained.
         code, text = outbox(url, "drain", "--timeout", "0")
-        assert (code, "1 events left; all lanes are paused" in text) == (1, True)
+        assert (code, "1 event left; all lanes are paused" in text) == (1, True)
         assert len(rig.broker.log) == 40
     assert audit(url) == [("drain", "ledger", "all", "")]
 

@@ -51,7 +51,7 @@ def test_who_waits_for_what_is_paused_is_sent_to_where_it_is_shown(url):
     done = CliRunner().invoke(app, ["relay", "wait", "--seconds", "0", "--database-url", url])
     assert done.exit_code == 1
     assert (
-        "outbox: not everything is published after 0 s: 1 events left; no relay is running; all lanes are paused"
+        "outbox: not everything is published after 0 s: 1 event left; no relay is running; all lanes are paused"
         in done.output
     )
 
@@ -126,7 +126,7 @@ def test_the_commands(outbox_postgres, url):
     code, text = outbox(url, "drain", "--timeout", "0")
     assert code == 1
     assert (
-        "all lanes not drained after 0 s, and not paused: 1 events left; no relay is running; lane 1 is paused; "
+        "all lanes not drained after 0 s, and not paused: 1 event left; no relay is running; lane 1 is paused; "
         "topic order-events" in text
     )
     code, text = outbox(url, "drain", "--timeout", "0", "--json")

@@ -245,7 +245,7 @@ def test_what_the_outbox_has_no_more_is_not_aborted(hanging):
     before = hanging.undecided()
     done = hanging.reconcile("--apply", "--reason", "try")
     assert done.returncode == 1
-    assert "of 5 events that wait behind offset 0 for the end of a transaction, the outbox has 4 rows" in done.stderr
+    assert "of 5 events behind offset 0, which waits for the end of a transaction, the outbox has only 4" in done.stderr
     assert "kafka-transactions.sh" in done.stderr
     # What to do, with all that it needs.
     assert f"outbox replay --event-id {lost[1]};" in done.stderr

@@ -168,7 +168,7 @@ def test_nothing_is_put_back_beside_a_relay(restored):
             "UPDATE outbox.lanes SET owner = NULL, lease_until = '-infinity' WHERE lane = 2",
         ),
         "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')": (
-            "1 relays run",
+            "1 relay running",
             "DELETE FROM outbox.relays",
         ),
         "UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 2": ("relays have changed the lanes since", "SELECT 1"),

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from typing import Any, Self
+from urllib.parse import urlencode
 
 import pytest
 import uvicorn
@@ -118,6 +119,10 @@ def test_an_action_needs_our_form_from_our_site(serve, environment):
     assert page.ask(path).status in {400, 404, 405}
     assert page.ask(path, method="DELETE").status == 405
     assert page.ask(path, fields | {"x": "y" * 300_000}).status == 413
+    sent = urlencode(fields).encode()
+    for unreadable in (sent + b"&x=\xff", sent + b"&x=%ff", sent + b"&x=" * 5_000):
+        found = page.ask(path, body=unreadable, headers={"Origin": ours})
+        assert (found.status, "the form can't be read" in found.text) == (400, True), found
     assert audit(environment) == []
     found = page.ask(path, fields)
     assert found.status == 303
@@ -179,6 +184,22 @@ def test_what_a_proxys_user_does_is_audited_under_the_users_name(serve, environm
     assert [row[2].get("user") for row in audit(environment)] == ["ann@example.com", None]
     looks = serve(**PROXY, read_only=True)
     assert "ann · read-only" in looks.ask("/", headers=through_proxy("ann")).text
+
+
+def test_a_users_name_is_utf_8(serve, environment):
+    """A name that is not would be that of another user, once its bytes are replaced."""
+    page = serve(**PROXY)
+    event_id = failure(environment)
+    jose = through_proxy("José 😀".encode())
+    path = f"/dead-letters/relay/{event_id}"
+    found = page.ask(path, headers=jose)
+    assert "José 😀 · admin" in found.text
+    fields = {"event_id": event_id, "form_token": found.form_token}
+    assert page.ask("/dead-letters/relay/retry", fields, jose).status == 303
+    assert audit(environment)[0][2]["user"] == "José 😀"
+    for name in ("José".encode("latin-1"), b"\xff"):
+        found = page.ask(path, headers=through_proxy(name))
+        assert (found.status, "X-Forwarded-User, which is not UTF-8" in found.text) == (400, True), found
 
 
 def test_what_an_address_needs(environment):

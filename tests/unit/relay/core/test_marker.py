@@ -105,7 +105,7 @@ def test_a_later_version_is_refused_with_its_number() -> None:
 
 def test_a_marker_that_lacks_an_event_id_is_refused() -> None:
     value = orjson.dumps(orjson.loads(_marker(1).encode()) | {"positions": [7]})
-    with pytest.raises(StateLost, match="1 rows and 2 event ids"):
+    with pytest.raises(StateLost, match="1 row and 2 event ids"):
         Marker.decode(value)
 
 

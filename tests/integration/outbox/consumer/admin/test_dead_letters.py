@@ -336,7 +336,7 @@ def test_retry_and_discard_by_command(sink):
     head, behind, other = sink.bury(1), sink.bury(2, reason="behind"), sink.bury(1, b"b", group="h")
     text = sink.done("retry", str(head))
     assert "2 messages will be retried in the next round of g" in text
-    assert "1 of them because they have the same keys" in text
+    assert "1 of them because the order of their keys is kept" in text
     assert sink.json("retry", "--all", "--group", "h") == {"retried": [other]}
     assert "no dead letters match" in sink.done("retry", "--all", "--topic", "u")
     sink.admin.execute("UPDATE consumer.dead_letters SET state = 'dead'")
