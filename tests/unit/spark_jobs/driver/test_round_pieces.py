@@ -14,7 +14,7 @@ def test_pieces_are_whole_beginnings_of_so_many_offsets_until_nothing_is_left(le
     span = OffsetRanges({("t", part): Range("id", 10, 10 + length) for part, length in enumerate(lengths)}, {})
     stored = {partition: StoredOffset("id", one.start) for partition, one in span.ranges.items()}
     pieces = 0
-    while (left := span.behind(stored)).ranges:
+    while (left := span.remaining(stored)).ranges:
         piece = left.first(most)
         assert sum(one.end - one.start for one in piece.ranges.values()) == min(
             most, sum(one.end - one.start for one in left.ranges.values())
