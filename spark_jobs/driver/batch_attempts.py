@@ -128,7 +128,7 @@ class BatchAttempts:
                 if not into.fence(partition, range_):
                     raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
             if retried and not into.hold(retried):
-                return {}
+                raise RangeStopped(RangeOutcome.ALREADY, "")
             applying = sink.applying(cursor, most)
             applying.take(staged.table, staged.names, staged.rows)
             read = applying.per_partition()

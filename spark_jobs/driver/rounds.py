@@ -211,7 +211,7 @@ class Rounds:
     ) -> list[tuple[RetryRecord, RejectedRecord]]:
         """Try dead letters once. Returns those that failed again.
 
-        If there are none, all of them are resolved.
+        If there are none, all of them are resolved, or none if one no longer exists.
 
         Raises EffectFailed if the failing message is not known: then nothing was applied.
         """

@@ -436,16 +436,16 @@ def apply_retry(
 ) -> TaskResult:
     """Do what ``report_retry`` reports."""
     feed = Feed(plan.required, batches, plan.max_dead)
-    where, fresh = "dead letters", 0
+    where = "dead letters"
     try:
         with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead) as into:
-            if into.hold(retried):
-                fresh = into.remember(feed.whole(), Way(repeats=True, lenient=DEAD_LETTERS in plan.lenient))
-                into.resolve()
-                if fresh:
-                    into.apply()
-            else:
+            if not into.hold(retried):
                 into.rollback()
+                return TaskResult(RangeOutcome.ALREADY)
+            fresh = into.remember(feed.whole(), Way(repeats=True, lenient=DEAD_LETTERS in plan.lenient))
+            into.resolve()
+            if fresh:
+                into.apply()
     except RangeStopped as stop:
         return TaskResult(stop.outcome, feed.rows, detail=stop.detail)
     return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh)

@@ -69,6 +69,17 @@ def retry_two(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "apply_rows", lambda plan, rows: task.report_retry(plan, requests, rows))
 
 
+def test_dead_letters_of_which_one_is_gone_are_not_reported_as_applied(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One was discarded meanwhile; or all are, because this is a retry of a task after its COMMIT."""
+    retry_two(sink, monkeypatch)
+    sink.run("DELETE FROM consumer.dead_letters WHERE message_offset = 1")
+    both = [(event_id(0), 7), (event_id(1), 8)]
+    assert (sink.apply(both)["outcome"], sink.numbers()) == ("already", [])
+    assert sink.run("SELECT message_offset, state FROM consumer.dead_letters") == [(0, "retry")]
+
+
 def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two that are tried again one is not among the rows: a filter, or another list of types."""
     retry_two(sink, monkeypatch)
