@@ -293,7 +293,7 @@ class Rounds:
             self._step_over(span.only(empty), state, generation)
         self._raise_if_ending(results, rejected)
         if rejected:
-            self._make_dead_letters(state, span, rejected)
+            self._make_dead_letters(state, span.only(again), rejected)
         return again
 
     def _raise_if_ending(self, results: Mapping[Partition, TaskResult], rejected: Sequence[RejectedRecord]) -> None:
