@@ -65,7 +65,8 @@ class OffsetRanges:
 
     def remaining(self, stored: Mapping[Partition, StoredOffset]) -> OffsetRanges:
         """Return the parts of the ranges that are not applied yet."""
-        starts = {partition: max(span.start, stored[partition].next_offset) for partition, span in self.ranges.items()}
+        reached = {partition: here.next_offset for partition, here in stored.items()}
+        starts = {at: max(span.start, reached.get(at, 0)) for at, span in self.ranges.items()}
         left = {at: replace(span, start=starts[at]) for at, span in self.ranges.items() if starts[at] < span.end}
         return replace(self, ranges=left)
 
