@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, assert_never
 
 from outbox.consumer.errors import EffectFailed, Interrupted
-from outbox.consumer.letters import DeadLetter, RetryRecord
+from outbox.consumer.letters import BEHIND, DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
 from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.round_spans import RoundSpans
@@ -37,7 +37,7 @@ from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.behind import BEHIND, DeadKeys, offsets_behind
+from spark_jobs.task.behind import DeadKeys, offsets_behind
 from spark_jobs.task.feed import rejected_from, rejected_text
 from spark_jobs.task.partition import TaskResult
 from spark_jobs.task.reader import RangeReader, kept
