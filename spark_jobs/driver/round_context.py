@@ -87,7 +87,7 @@ class Counts:
     """The figures of a round. read = applied + duplicates + dead, except for ranges that had been applied before.
 
     passed  by how many offsets the ranges moved, markers included.
-    sizes   the number of offsets read of each topic, and the size in bytes of what is there.
+    sizes   for each topic, how many offsets were passed, and the bytes of their messages.
     """
 
     read: int = 0

@@ -104,7 +104,7 @@ class Upsert:
              is deleted. Let them pass: ``message_tombstone OR …``. Refused with a transform that shuffles, as its joins
              may drop tombstones too.
 
-    Of a key's messages in a batch the latest counts, or the one with the highest version. Two rows of one message with
+    The latest message of each key in a batch counts, or the one with the highest version. Two rows of one message with
     the same key are refused. After a shuffle whose rows no longer identify messages, so are any two rows with the same
     key.
     """

@@ -123,7 +123,7 @@ class TaskResult:
         import pyarrow as pa
 
         figures = {name: [value] for name, value in asdict(self).items()}
-        # Also where it is None.
+        # With its type, even if it is None.
         figures["committed"] = pa.array(figures["committed"], pa.float64())
         return pa.RecordBatch.from_pydict(
             {"topic": [partition[0]], "part": pa.array([partition[1]], pa.int32()), **figures}
