@@ -84,7 +84,7 @@ class ConsumerMetrics:
         self._round_seconds = 0.0
         self._last_round: float | None = None
         self.delays = TopicDelays()
-        """Of what this process has applied."""
+        """The delays of what this process has applied."""
 
     def observe(self, text: str, figures: Mapping[str, Any]) -> None:
         """Count a round that the runner reports; other reports are ignored."""

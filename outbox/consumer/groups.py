@@ -83,7 +83,8 @@ UPDATE {offsets}
        dead = dead + %(dead)s
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
 _FRESH: Final = "(SELECT pg_catalog.count(*) FROM fresh)"
-# Sorted: two transactions with the same ids wait for each other in one direction only.
+# Every INSERT into processed_messages has this ORDER BY, and COPY the same order (spark_jobs/dedup/processed.py): two
+# transactions with the same ids wait for each other in one direction only, and never in a circle.
 _MOVE_WITH_IDS: Final = """
 WITH fresh AS (
     INSERT INTO {processed_messages} (grp, day, message_id)

@@ -62,6 +62,9 @@ SELECT 'leave out dead letter', 'tried again, and the types or the transform tha
 _STORED: Final = ("message_id", "key", "value", "headers", "time", "attempts")
 """What is bound as it is. asdict() would copy each value of a message."""
 _ONE: Final = "SELECT FROM {dead_letters} WHERE grp = %(grp)s LIMIT 1"
+BEHIND: Final = "an earlier message of its key is a dead letter"
+"""The error of a message that is put aside although nothing is wrong with it. Never to be reworded: it is stored, and
+the inbox compares stored ones with a text that begins with it."""
 KEYS: Final = """
 SELECT DISTINCT topic, message_key FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""

@@ -23,13 +23,14 @@ from outbox.consumer.delays import TopicDelays, sampled, written_at
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.ids import NO_TIME, day
+from outbox.consumer.letters import BEHIND
 from outbox.consumer.losses import given_up
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.consumer.model import AT_MOST_ONCE, DEDUP, DEDUP_BY_KEY, Partition, RejectedRecord
 from outbox.consumer.postgres_errors import Strikes, caused_by, spoilt
 from outbox.consumer.stalled import Watch
 from outbox.inbox._assigned import Assigned
-from outbox.inbox._letters import BEHIND, Letters
+from outbox.inbox._letters import Letters
 from outbox.inbox._message import KafkaMessage, RetriedMessage
 from outbox.inbox._once import too_old
 from outbox.inbox._session import Session

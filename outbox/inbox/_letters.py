@@ -14,6 +14,7 @@ import psycopg
 from psycopg import sql
 
 from outbox.consumer.letters import (
+    BEHIND,
     BY_INDEX,
     EARLIER,
     ELSEWHERE,
@@ -28,7 +29,6 @@ from outbox.consumer.model import Partition, RejectedRecord
 from outbox.consumer.statements import columns, statement
 from outbox.inbox._message import KafkaMessage, RetriedMessage
 
-BEHIND: Final = "an earlier message of its key is a dead letter"
 _FORGIVEN: Final = f"{BEHIND}; it is too old, and was retried all the same"
 """The error of one that is too old, and waits although an operator has it retried: its age is not checked again.
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from spark_jobs.ids import Ids
 
+# Every INSERT into processed_messages has the same ORDER BY, also those of outbox/consumer/groups.py, and COPY the same
+# order (processed.copy_ids): two transactions with the same ids wait for each other in one direction only.
 _REMEMBER: Final = """
 INSERT INTO {processed_messages} (grp, day, message_id)
 SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id"""
@@ -39,14 +41,12 @@ INSERT INTO {processed_messages} (grp, day, message_id)
 SELECT %(grp)s, {day}, message_id FROM pg_catalog.unnest(%(ids)s::uuid[]) AS given (message_id)
  ORDER BY {day}, message_id"""
 """SQL: the same with ids that are not in ``batch``."""
-# Of messages with the same id in one batch the one with the lowest offset counts.
+# If messages in one batch have the same id, the one with the lowest offset counts.
 _DROP_REPEATS: Final = """
 DELETE FROM batch AS later USING batch AS first
  WHERE later.message_id = first.message_id
    AND (later.message_topic, later.message_part, later.message_offset)
      > (first.message_topic, first.message_part, first.message_offset)"""
-# In the order of days and ids, like processed.copy_ids: two partitions with the same ids wait for each other in one
-# direction only.
 REMEMBER_FRESH: Final = """
 WITH fresh AS (
     INSERT INTO {processed_messages} (grp, day, message_id)
@@ -96,7 +96,7 @@ BEGIN
     END IF;
 END"""
 _GREATEST: Final = " OR {version}::text OPERATOR(pg_catalog.=) ANY ('{{NaN,Infinity,infinity}}')"
-_ENDLESS: Final = ("numeric", "real", "double precision", "date", "timestamp", "interval")
+_WITH_INFINITY: Final = ("numeric", "real", "double precision", "date", "timestamp", "interval")
 MESSAGES: Final = " WHERE NOT message_tombstone"
 """SQL: without tombstones, which have no payload to take a version from."""
 # The types in the form that casts need. Without the length of texts, because a cast silently truncates a longer text,
@@ -120,7 +120,7 @@ SELECT attname, pg_catalog.format_type(type, CASE WHEN coalesce(nullif(typelem, 
                    JOIN pg_catalog.pg_namespace ON pg_namespace.oid = oprnamespace
                   WHERE opcintype = type AND opcdefault AND opcmethod = 403::oid), 'pg_catalog')
   FROM known JOIN pg_catalog.pg_type ON pg_type.oid = type WHERE typtype <> 'd' ORDER BY attnum"""
-_CUTTING: Final = frozenset({"name", '"char"'})
+_TRUNCATING: Final = frozenset({"name", '"char"'})
 WHOLE_TIMES: Final = {
     "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]XXX",
     "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]",
@@ -135,10 +135,14 @@ Known = Sequence["Ids"] | None
 
 
 class _Base:
-    """The base of strategies. By itself, of those that store nothing."""
+    """The base of strategies, and by its defaults of those that store nothing."""
 
     __slots__ = ()
     remembers: ClassVar[bool] = False
+
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
+        """Leave in ``batch`` only the rows to be applied. ``suspect``: repeats are likely."""
+        raise NotImplementedError
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Raise the database's error if a row can't be compared with a table. Most compare none."""
@@ -155,7 +159,7 @@ class _Remembering(_Base):
     remembers: ClassVar[bool] = True
 
     def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
-        """Leave in ``batch`` only messages that were never applied. ``suspect``: repeats are likely."""
+        """Leave in ``batch`` only messages that were never applied."""
         if not suspect:
             try:
                 with cursor.connection.transaction():
@@ -205,7 +209,7 @@ class Dedup(_Remembering):
 
 @dataclass(frozen=True, slots=True)
 class Natural(_Base):
-    """For an idempotent effect, such as an upsert by ``key``. Of a key's messages in a batch the last one is kept.
+    """For an idempotent effect, such as an upsert by ``key``. The last message of each key in a batch is kept.
 
     key  columns of ``batch``.
     Nothing is remembered. If a source repeats an old message after a newer one, the row goes back: use Version then.
@@ -214,7 +218,7 @@ class Natural(_Base):
     key: Sequence[str]
 
     def __post_init__(self) -> None:
-        _columns("Natural: key", self.key)
+        _check_columns("Natural: key", self.key)
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -228,7 +232,7 @@ class Natural(_Base):
 
 @dataclass(frozen=True, slots=True)
 class Version(_Base):
-    """Apply only messages newer than the stored version. Of a key's messages in a batch the newest is kept.
+    """Apply only messages newer than the stored version. The newest message of each key in a batch is kept.
 
     table       of the sink, as ``name`` or ``schema.name``, with the stored version.
     key         columns of ``batch`` that have the same names in the table, or a mapping batch column → table column.
@@ -248,7 +252,7 @@ class Version(_Base):
     def __post_init__(self) -> None:
         if not self.table or not self.version:
             raise JobError("Version: table and version must be named")
-        _columns("Version: key", list(self.key))
+        _check_columns("Version: key", self.key)
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -291,7 +295,7 @@ class Version(_Base):
 
     def _refuse_greatest(self, cursor: psycopg.Cursor[Any], kind: ColumnType) -> None:
         """Raise the database's error for a version of NaN or infinity. One that is NULL has not come this far."""
-        if kind.endless:
+        if kind.has_infinity:
             cursor.execute(versioned(self.version, kind, sql.SQL(MESSAGES), "Version"))
 
     def _resolved(self, cursor: psycopg.Cursor[Any]) -> tuple[dict[str, ColumnType], dict[str, str], str]:
@@ -302,7 +306,7 @@ class Version(_Base):
         for name in (*pairs.values(), stored):
             if name not in types:
                 raise JobError(f"Version: {self.table} has no column {name}")
-            refuse_cutting(self.table, name, types[name])
+            refuse_truncating(self.table, name, types[name])
         return types, pairs, stored
 
 
@@ -321,7 +325,7 @@ class Fingerprint(_Remembering):
 
     def __post_init__(self) -> None:
         if self.columns or isinstance(self.columns, str):
-            _columns("Fingerprint: columns", self.columns)
+            _check_columns("Fingerprint: columns", self.columns)
             if "message_id" in {name.lower() for name in [*self.columns, self.time or ""]}:
                 raise JobError("Fingerprint: message_id is made from the columns, and can't be one of them")
         elif self.time is not None:
@@ -423,9 +427,9 @@ class ColumnType:
     schema: str = "pg_catalog"
 
     @property
-    def endless(self) -> bool:
+    def has_infinity(self) -> bool:
         """Return whether the type has NaN or infinity, which it sorts behind all other values."""
-        return self.name.startswith(_ENDLESS)
+        return self.name.startswith(_WITH_INFINITY)
 
     def operator(self, name: LiteralString) -> sql.Composed:
         """Return the operator that compares two values of this type, whatever is in the search path."""
@@ -455,7 +459,7 @@ def versioned(column: str, kind: ColumnType, messages: sql.Composable, by: str) 
     """
     version, greatest = kind.cast(column), ""
     why = f"column {column}, by which {by} recognizes newer rows, is NULL"
-    if kind.endless:
+    if kind.has_infinity:
         greatest, why = _GREATEST, f"{why}, NaN or infinity"
     body = sql.SQL(_VERSIONED).format(
         messages=messages,
@@ -466,9 +470,9 @@ def versioned(column: str, kind: ColumnType, messages: sql.Composable, by: str) 
     return sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))
 
 
-def refuse_cutting(table: str, name: str, kind: ColumnType) -> None:
+def refuse_truncating(table: str, name: str, kind: ColumnType) -> None:
     """Raise JobError for a column whose type silently truncates a longer text, in casts and assignments alike."""
-    if kind.name in _CUTTING:
+    if kind.name in _TRUNCATING:
         raise JobError(f"{table}: column {name} is of type {kind.name}, which cuts off a longer text; make it text")
 
 
@@ -486,6 +490,7 @@ def ask_forgotten_before(cursor: psycopg.Cursor[Any], dedup: DedupStore) -> psyc
     return dedup.run(cursor, _FORGOTTEN_BEFORE)
 
 
-def _columns(what: str, names: Sequence[str]) -> None:
+def _check_columns(what: str, names: Sequence[str] | Mapping[str, str]) -> None:
+    """Raise JobError for what is no list of names, such as a text, which is a sequence of its letters."""
     if isinstance(names, str) or not names or not all(names):
         raise JobError(f"{what}: must be a list of column names, not {names!r}")

@@ -1,4 +1,4 @@
-"""Partitions that were added to a topic: all are read only so far that the messages of a key stay in their order.
+"""Partitions that were added to a topic: each is read only as far as the messages of a key stay in order.
 
 When a topic gets partitions, keys move: into these, and between the others unless the count is multiplied. Where a key
 was before, there may be earlier messages of it, so the ends of the others are noted twice: when an added partition is
@@ -11,7 +11,7 @@ for each other.
 | driver ends before the ends are stored    | the next one stores later ends                                        |
 | driver ends after that                    | the next one, or the next run of ``--once``, waits for the same ends  |
 | a key moves between two looks             | what both its partitions got since the first of them is read at once  |
-| no driver looks while the topic grows     | the same of all that is unread; only an added partition waits         |
+| no driver looks while the topic grows     | the same for all that is unread; only an added partition waits        |
 | the log of another is cut meanwhile       | it counts as read at the end that it has now                          |
 | another has no leader, and so no end      | an added one with messages waits for that, and the rest is read up to |
 |                                           | the ends that were last seen                                          |
@@ -85,14 +85,14 @@ class AddedPartitions:
                 {"partitions": shown},
             )
         self._waiting = waiting | held
-        # With those of partitions that have no leader now.
+        # Including partitions that have no leader now.
         self._last_seen = {**self._last_seen, **{one: there.end for one, there in bounds.items()}}
         return [partition for partition in candidates if partition not in waiting], limits
 
     def _reachable(
         self, bounds: Mapping[Partition, OffsetBounds], stored: Mapping[Partition, StoredOffset]
     ) -> Mapping[Partition, AddedEnds]:
-        """Return the noted ends, at most those of now: a log that was cut since may never reach its end of then."""
+        """Return the noted ends, but none beyond the end of now: a log that was cut may never reach an earlier end."""
         noted = self._noted
         # Where ``before`` is beyond the log's end, so is ``ends``, if it is known.
         last = [one.ends or one.before for one in noted.values()]
@@ -116,7 +116,7 @@ class AddedPartitions:
         generation: int,
     ) -> None:
         """Record where the others of its topic end: for each partition that is first seen, or first has messages."""
-        # Those that a broker with old metadata does not list are kept.
+        # Partitions that a broker with old metadata does not list are kept.
         self._noted = {one: ends for one, ends in self._noted.items() if one not in stored}
         if not self._noted.keys() >= set(added):
             found = self._store.added_ends(topic_ids)

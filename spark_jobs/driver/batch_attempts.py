@@ -63,7 +63,7 @@ class BatchAttempts:
     """Applies the ranges of a round in one transaction of the driver. Its interface is that of PartitionAttempts."""
 
     each_alone: Final = False
-    put_aside_behind: Final = False
+    finds_followers: Final = False
 
     def __init__(self, context: RoundContext, store: PostgresGroupStore, sinks: PostgresSinks) -> None:
         self._context = context
@@ -72,7 +72,7 @@ class BatchAttempts:
         self._tables = StagingTables(store)
 
     def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
-        aside = state.put_aside()
+        aside = state.dead_offsets()
 
         def source(without: Offsets) -> Source:
             offsets = {part: [*aside.get(part, ()), *without.get(part, ())] for part in span.ranges}
@@ -128,7 +128,7 @@ class BatchAttempts:
                 if not into.fence(partition, range_):
                     raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
             if retried and not into.hold(retried):
-                return {}
+                raise RangeStopped(RangeOutcome.ALREADY, "")
             applying = sink.applying(cursor, most)
             applying.take(staged.table, staged.names, staged.rows)
             read = applying.per_partition()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 KEPT: Final = 100
-"""Of so many batches the sink keeps the contents."""
+"""The sink keeps the contents of this many batches."""
 QUERY_ID: Final = "sql.streaming.queryId"
 """Spark's local property of a batch's thread and tasks: the query's id in the checkpoint."""
 
@@ -62,7 +62,7 @@ class Stored:
         return contents if contents[:1] == [batch.before] else []
 
     def _contents(self, query_id: str, batch_id: int) -> list[str]:
-        """Return the contents from the batch with this number back; none if that is another query's or not known."""
+        """Return the contents of the batch with this number and of those before it; none if it is not known."""
         ago = self.batch_id - batch_id
         return self.contents.split()[ago:] if ago >= 0 and self.query_id == query_id else []
 

@@ -193,10 +193,10 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         if lost:
             raise lost[0]
         if applied:
-            # Those of attempts that died, too: no other task of the group can be waited for now.
+            # Also the tables of attempts that died: no other task's rows are needed.
             staging.drop_shared(group.store)
         else:
-            # Not all of the group: another run of the query may be ahead, and its tasks are writing.
+            # Not all tables of the group: another run of the query may be ahead, and its tasks are writing.
             self._drop(group, staged)
 
     def _drop(self, group: StreamGroup, staged: list[Staged]) -> None:

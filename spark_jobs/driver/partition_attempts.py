@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class PartitionAttempts:
     """Applies each partition in its own transaction; ``rounds`` decides what follows from the outcomes.
 
-    each_alone        whether an outcome concerns its partition alone, and not the whole round.
-    put_aside_behind  whether the tasks read Kafka's messages, and put aside those behind dead letters of earlier
-                      rounds. A transform must not see those.
+    each_alone       whether an outcome concerns its partition alone, and not the whole round.
+    finds_followers  whether the tasks read Kafka's messages, and put aside those behind dead letters of earlier rounds.
+                     A transform must not see those.
     """
 
     each_alone: Final = True
@@ -45,17 +45,17 @@ class PartitionAttempts:
         self._job = context.job
 
     @property
-    def put_aside_behind(self) -> bool:
+    def finds_followers(self) -> bool:
         return self._context.task_decoder.columns is not None
 
     def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
         """Apply the ranges once. Raises Undecoded, and the errors that Spark's are translated into."""
         if self._context.task_decoder.columns is not None:
             return self._attempt_reading(self._context.task_decoder.columns, span, state, generation)
-        prepared = spark.prepare(self._job, self._context.source(span, state.put_aside()))
+        prepared = spark.prepare(self._job, self._context.source(span, state.dead_offsets()))
         tasks = prepared.source.tasks(prepared.rows)
         plan = replace(self._context.plan(span, state, generation, prepared.columns), tasks=tasks)
-        results = _reports(prepared, functools.partial(task.run, plan))
+        results = _reports(prepared, functools.partial(task.apply_rows, plan))
         if not tasks:
             # Spark saw that no row passes the transform, and ran no task.
             self._context.require_decoded(prepared.source)
@@ -68,24 +68,25 @@ class PartitionAttempts:
     ) -> Mapping[Partition, TaskResult]:
         """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver."""
         plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
-        if self._few(span) and (read := self._read_here(plan)) is not None:
-            return self._run_here(plan, read)
-        results = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
+        if self._few(span) and (read := self._read_in_driver(plan)) is not None:
+            return self._apply_in_driver(plan, read)
+        apply = functools.partial(task.read_and_apply, plan)
+        results = reported(self._context.by_ranges(span, apply, task.REPORT).collect())
         _require_reports(span, results)
         return results
 
-    def _run_here(
+    def _apply_in_driver(
         self, plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]
     ) -> Mapping[Partition, TaskResult]:
         """Apply what was read: all of it in one transaction, or else each range in its own."""
         if len(read) > 1 and self._as_one and self._context.all_is_well(plan):
             again = {partition: messages.again() for partition, messages in read.items()}
-            if (results := task.run_together(plan, again)) is not None:
+            if (results := task.apply_all_in_one(plan, again)) is not None:
                 return results
             self._context.keep_apart()
             # The messages are looked at once more.
             self._context.forget_times()
-        return task.run_here(plan, read)
+        return task.apply_in_driver(plan, read)
 
     @property
     def _as_one(self) -> bool:
@@ -100,10 +101,10 @@ class PartitionAttempts:
             and isinstance(self._job.strategy, Dedup | Fingerprint | OffsetsOnly)
         )
 
-    def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
+    def _read_in_driver(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
         """Read the ranges. None if tasks should: the messages are large, or one of several ranges can't be read."""
         try:
-            return task.read_here(plan, self._context.reading)
+            return task.read_in_driver(plan, self._context.reading)
         except TooMuch:
             return None
         except (ConsumerUnavailable, CorruptRecords, InputCut):
@@ -122,11 +123,11 @@ class PartitionAttempts:
         plan = self._context.plan(OffsetRanges({}, {}), state, generation, prepared.columns)
         plan = replace(plan, max_dead=len(letters))
         ids = {one.place: (one.id, one.reason) for one in letters}
-        results = _reports(prepared, functools.partial(task.run_retry, plan, ids))
+        results = _reports(prepared, functools.partial(task.report_retry, plan, ids))
         if not results:
             # Spark saw that the transform filters all rows, and ran no task. The letters are resolved all the same.
             self._context.require_decoded(prepared.source)
-            return task.retry(plan, ids, task_input.in_memory(()))
+            return task.apply_retry(plan, ids, task_input.in_memory(()))
         (result,) = results.values()
         return result
 

@@ -63,9 +63,10 @@ class OffsetRanges:
         wanted = set(partitions)
         return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
 
-    def behind(self, stored: Mapping[Partition, StoredOffset]) -> OffsetRanges:
-        """Return what of the ranges is behind the stored offsets."""
-        starts = {partition: max(span.start, stored[partition].next_offset) for partition, span in self.ranges.items()}
+    def remaining(self, stored: Mapping[Partition, StoredOffset]) -> OffsetRanges:
+        """Return the parts of the ranges that are not applied yet."""
+        reached = {partition: here.next_offset for partition, here in stored.items()}
+        starts = {at: max(span.start, reached.get(at, 0)) for at, span in self.ranges.items()}
         left = {at: replace(span, start=starts[at]) for at, span in self.ranges.items() if starts[at] < span.end}
         return replace(self, ranges=left)
 
@@ -86,7 +87,7 @@ class Counts:
     """The figures of a round. read = applied + duplicates + dead, except for ranges that had been applied before.
 
     passed  by how many offsets the ranges moved, markers included.
-    sizes   the number of offsets read of each topic, and the size in bytes of what is there.
+    sizes   for each topic, how many offsets were passed, and the bytes of their messages.
     """
 
     read: int = 0
@@ -101,15 +102,15 @@ class Counts:
 class RoundState:
     """The state of a round.
 
-    dead      messages that are stored as dead letters with their ranges.
-    standing  keys of dead letters of earlier rounds by topic, if the tasks put aside the messages behind them.
-    behind    how many messages the tasks have put aside in this way.
-    at_fault  how many messages of pieces that are applied have become dead letters by a fault of their own.
-    lenient   partitions with a value that does not fit its column.
+    dead       messages that are stored as dead letters with their ranges.
+    dead_keys  keys of dead letters of earlier rounds by topic, if the tasks put aside the messages behind them.
+    behind     how many messages the tasks have put aside in this way.
+    at_fault   how many messages in earlier pieces of the round became dead letters by a fault of their own.
+    lenient    partitions with a value that does not fit its column.
     """
 
     dead: dict[MessageRef, DeadLetter] = field(default_factory=dict)
-    standing: Mapping[str, AbstractSet[bytes]] = field(default_factory=dict)
+    dead_keys: Mapping[str, AbstractSet[bytes]] = field(default_factory=dict)
     behind: int = 0
     at_fault: int = 0
     lenient: set[Partition] = field(default_factory=set)
@@ -118,7 +119,7 @@ class RoundState:
     def letters(self, partition: Partition) -> list[DeadLetter]:
         return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
 
-    def put_aside(self) -> dict[Partition, list[int]]:
+    def dead_offsets(self) -> dict[Partition, list[int]]:
         offsets: dict[Partition, list[int]] = {}
         for topic, part, offset in sorted(self.dead):
             offsets.setdefault((topic, part), []).append(offset)
@@ -255,10 +256,10 @@ class RoundContext:
 
     def _shares(self, span: OffsetRanges, state: RoundState) -> Behind | None:
         """Return what each task may put aside by itself: in sum, no more than ``max_dead`` still allows."""
-        if not state.standing or not span.ranges:
+        if not state.dead_keys or not span.ranges:
             return None
         left = max(0, self.job.max_dead - len(state.dead) - state.behind)
-        return Behind(state.standing, left // len(span.ranges))
+        return Behind(state.dead_keys, left // len(span.ranges))
 
     def short(self, span: OffsetRanges) -> bool:
         """Return whether the driver may read the ranges: few messages, and none that may have killed a driver."""

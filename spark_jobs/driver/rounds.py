@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, assert_never
 
 from outbox.consumer.errors import EffectFailed, Interrupted
-from outbox.consumer.letters import DeadLetter, RetryRecord
+from outbox.consumer.letters import BEHIND, DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
 from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.round_spans import RoundSpans
@@ -37,7 +37,7 @@ from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.behind import BEHIND, DeadKeys, offsets_behind
+from spark_jobs.task.behind import DeadKeys, offsets_behind
 from spark_jobs.task.feed import rejected_from, rejected_text
 from spark_jobs.task.partition import TaskResult
 from spark_jobs.task.reader import RangeReader, kept
@@ -94,7 +94,7 @@ class _DeadKeys:
 
 
 class _TooManyBehind(Exception):
-    """Most of the messages that can't be applied only wait behind others: of fewer messages, fewer do."""
+    """Too many messages wait behind dead letters; in a smaller piece there are fewer."""
 
 
 class Rounds:
@@ -126,12 +126,12 @@ class Rounds:
         return counts
 
     def _apply(self, span: OffsetRanges, counts: Counts, generation: int, at_fault: int = 0) -> int:
-        """Apply ranges. ``at_fault``: how many messages were before; returns the number with these."""
+        """Apply ranges. ``at_fault``: messages at fault in earlier pieces. Returns the new total."""
         state = RoundState(counts=counts, at_fault=at_fault)
         self._context.begin()
         try:
             if self._job.keep_order:
-                self._stand_behind(state, span)
+                self._handle_dead_keys(state, span)
             left = span
             while left.ranges:
                 results = self._attempt(left, state, generation)
@@ -143,9 +143,12 @@ class Rounds:
         return at_fault + _number_at_fault(letter.record for letter in state.dead.values())
 
     def _apply_in_pieces(self, span: OffsetRanges, counts: Counts, generation: int) -> None:
-        """Apply ranges of which more than ``max_dead`` messages are behind dead letters: that many at first."""
+        """Apply ranges in pieces, because more than ``max_dead`` messages wait behind dead letters.
+
+        The first piece has ``max_dead`` offsets.
+        """
         most, at_fault = self._job.max_dead, 0
-        while (left := span.behind(self._store.stored(self._job.topics))).ranges:
+        while (left := span.remaining(self._store.stored(self._job.topics))).ranges:
             try:
                 at_fault = self._apply(left.first(most), counts, generation, at_fault)
                 most *= 2
@@ -165,11 +168,13 @@ class Rounds:
                 yield self.counts
 
     def retry(self, generation: int) -> bool:
-        """Apply the dead letters for which a retry was requested, in their order, in one transaction.
+        """Apply the dead letters for which a retry was requested, in order.
 
-        Returns whether there may be more of them. If the effect fails without naming a message, smaller groups are
-        tried. Dead letters must not keep the group from its new messages: after a few that fail alone, the others are
-        left to the next round.
+        Each group of up to RETRIED_AT_ONCE is one transaction. If the effect fails without naming a message, smaller
+        groups are tried. Dead letters must not keep the group from its new messages: after a few that fail alone, the
+        others are left to the next round.
+
+        Returns whether there may be more of them.
         """
         with self._round("dead letters that are retried", ()) as counts:
             return self._retry_all(generation, counts)
@@ -204,7 +209,9 @@ class Rounds:
     def _retry(
         self, letters: Sequence[RetryRecord], generation: int, counts: Counts
     ) -> list[tuple[RetryRecord, RejectedRecord]]:
-        """Try dead letters once. Returns those that failed again; if there are none, all of them are resolved.
+        """Try dead letters once. Returns those that failed again.
+
+        If there are none, all of them are resolved, or none if one no longer exists.
 
         Raises EffectFailed if the failing message is not known: then nothing was applied.
         """
@@ -213,7 +220,7 @@ class Rounds:
             with failures.understood():
                 results = self._attempts.attempt_retry(letters, RoundState(), generation)
                 if results.outcome is RangeOutcome.COPY_ERROR:
-                    results = self._attempts.attempt_retry(letters, RoundState(lenient={("", 0)}), generation)
+                    results = self._attempts.attempt_retry(letters, RoundState(lenient={task.DEAD_LETTERS}), generation)
         except failures.Undecoded as error:
             found = self._context.undecoded(self._context.letters(letters))
             if not found:
@@ -226,7 +233,7 @@ class Rounds:
             counts.duplicates += results.read - results.fresh if not found else 0
             counts.read += results.read if not found else 0
         if self._job.keep_order:
-            found = found + _behind(letters, found)
+            found = found + _followers(letters, found)
         return [(at[record.place], record) for record in found]
 
     def _attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
@@ -236,7 +243,7 @@ class Rounds:
             with failures.understood():
                 return self._attempts.attempt(span, state, generation)
         except failures.Undecoded as error:
-            rejected = self._context.undecoded(self._context.source(span, state.put_aside()))
+            rejected = self._context.undecoded(self._context.source(span, state.dead_offsets()))
             if not rejected:
                 raise _not_deterministic() from error
             return span.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
@@ -284,12 +291,12 @@ class Rounds:
                     assert_never(one.outcome)
         if empty and not ends:
             self._step_over(span.only(empty), state, generation)
-        self._raise(results, rejected)
+        self._raise_if_ending(results, rejected)
         if rejected:
-            self._put_aside(state, span, rejected)
+            self._make_dead_letters(state, span.only(again), rejected)
         return again
 
-    def _raise(self, results: Mapping[Partition, TaskResult], rejected: Sequence[RejectedRecord]) -> None:
+    def _raise_if_ending(self, results: Mapping[Partition, TaskResult], rejected: Sequence[RejectedRecord]) -> None:
         """Raise the error of an attempt, fencing first; or BadMessage if the job halts at rejected messages."""
         for outcome, kind in ENDING.items():
             for one in results.values():
@@ -338,8 +345,8 @@ class Rounds:
             self._count_dead(state, partition)
             self._note_size(state, partition, range_)
 
-    def _put_aside(self, state: RoundState, span: OffsetRanges, rejected: Sequence[RejectedRecord]) -> None:
-        """Read the rejected messages in full and, with keep_order, the later messages of their keys."""
+    def _make_dead_letters(self, state: RoundState, span: OffsetRanges, rejected: Sequence[RejectedRecord]) -> None:
+        """Make dead letters of rejected messages and, with keep_order, of the later messages of their keys."""
         for record in rejected:
             if record.place in state.dead:
                 raise EffectFailed(f"{_text(record.place)} was named again after it had been taken out: {record.error}")
@@ -349,25 +356,26 @@ class Rounds:
         if self._job.keep_order:
             keys: dict[str, dict[bytes, MessageRef | None]] = {}
             for place, letter in sorted(letters.items(), reverse=True):
-                # For keys in ``standing``, the tasks have already put the later messages aside.
-                if letter.key is not None and letter.key not in state.standing.get(place[0], ()):
+                # The tasks put aside the messages of keys in ``dead_keys``.
+                if letter.key is not None and letter.key not in state.dead_keys.get(place[0], ()):
                     keys.setdefault(place[0], {})[letter.key] = place
-            self._put_behind(state, span, keys)
+            self._add_followers(state, span, keys)
 
-    def _stand_behind(self, state: RoundState, span: OffsetRanges) -> None:
-        """Put aside what is behind dead letters of earlier rounds, unless tasks that read Kafka's messages do it."""
+    def _handle_dead_keys(self, state: RoundState, span: OffsetRanges) -> None:
+        """Make dead letters of what is behind those of earlier rounds, or have the tasks put it aside, if they can."""
         keys = self._dead_keys.by_topic()
-        if self._attempts.put_aside_behind:
-            state.standing = keys
+        if self._attempts.finds_followers:
+            state.dead_keys = keys
         else:
             # A transform must not see these messages, so they are looked for beforehand.
-            self._put_behind(state, span, {topic: dict.fromkeys(some) for topic, some in keys.items()})
+            self._add_followers(state, span, {topic: dict.fromkeys(some) for topic, some in keys.items()})
 
-    def _put_behind(self, state: RoundState, span: OffsetRanges, keys: DeadKeys) -> None:
+    def _add_followers(self, state: RoundState, span: OffsetRanges, keys: DeadKeys) -> None:
+        """Make dead letters of the messages that are behind dead letters of these keys."""
         if not keys:
             return
-        without = state.put_aside()
-        find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
+        without = state.dead_offsets()
+        find = functools.partial(_followers_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
         if self._context.short(span):
             with kept(self._context.reading) as reader:
                 rows = [row for part in span.ranges for batch in find(reader, part) for row in batch.to_pylist()]
@@ -384,6 +392,7 @@ class Rounds:
     def _read_whole(
         self, span: OffsetRanges, rejected: Mapping[MessageRef, RejectedRecord]
     ) -> dict[MessageRef, DeadLetter]:
+        """Read messages in full. Raises EffectFailed if one is no longer there."""
         narrow: dict[Partition, Range] = {}
         for topic, part in {place[:2] for place in rejected}:
             offsets = [place[2] for place in rejected if place[:2] == (topic, part)]
@@ -420,7 +429,7 @@ def _number_at_fault(records: Iterable[RejectedRecord]) -> int:
     return sum(record.reason != "behind" for record in records)
 
 
-def _behind_in(
+def _followers_in(
     incoming: Incoming,
     keys: DeadKeys,
     ranges: Mapping[Partition, Range],
@@ -450,7 +459,7 @@ def _not_deterministic() -> EffectFailed:
     )
 
 
-def _behind(letters: Sequence[RetryRecord], failed: Sequence[RejectedRecord]) -> list[RejectedRecord]:
+def _followers(letters: Sequence[RetryRecord], failed: Sequence[RejectedRecord]) -> list[RejectedRecord]:
     """Return the letters that come after a failed one of the same key."""
     at = {one.place: one for one in letters}
     first = {record.place: at[record.place] for record in failed}

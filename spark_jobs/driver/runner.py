@@ -76,7 +76,7 @@ _LOOK_SECONDS: Final = 1.0
 _OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
 """Errors that a message may cause although the servers answer."""
 _DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
-"""Those of them that do not pass once a single message has been tried by itself."""
+"""Those of them that end the job if a single message, tried by itself, keeps failing with them."""
 
 
 class Runner:
@@ -227,7 +227,7 @@ class Runner:
     def _something_waits(self) -> bool:
         """Return whether there is something to apply, from a look before the group is taken over.
 
-        False also for what ends the run without Spark: it is found again, and recorded, once the group is taken over.
+        Also returns False if an error will end the run: it is found again, and recorded, after the take-over.
         """
         try:
             state = self._store.state(self._job.topics, None, keep_order=self._job.keep_order)

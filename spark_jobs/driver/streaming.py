@@ -15,7 +15,7 @@ is recognized. ``checkpoints`` decides whether a batch may follow the one that t
 | Postgres crashes while rows are staged      | the staging table is empty; the count differs: staged again            |
 
 Rows with a column ``message_id`` (a UUID as text) are also deduplicated by it, as with Dedup: an id that was applied
-before is a duplicate; of rows with the same id in a batch the first counts. Without that column there is only the
+before is a duplicate; the first row of each id in a batch counts. Without that column there is only the
 compare-and-swap, which is enough for a source that does not repeat messages.
 """
 
@@ -50,7 +50,7 @@ from spark_jobs.spark.session import REQUIRED_CONF
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# What the form of the rows depends on; set for the batch, whatever the user's session has.
+# Settings on which the form of the rows depends; set for the batch, whatever the user's session has.
 _CONF: Final = ("spark.sql.session.timeZone", "spark.sql.execution.arrow.useLargeVarTypes")
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from psycopg import sql
 
 from outbox.consumer.errors import JobError
-from spark_jobs.dedup.strategies import MESSAGES, ColumnType, identifier, refuse_cutting, versioned
+from spark_jobs.dedup.strategies import MESSAGES, ColumnType, identifier, refuse_truncating, versioned
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
 _LATEST: Final = "message_topic DESC NULLS LAST, message_part DESC NULLS LAST, message_offset DESC NULLS LAST"
@@ -104,7 +104,7 @@ class Upsert:
              is deleted. Let them pass: ``message_tombstone OR …``. Refused with a transform that shuffles, as its joins
              may drop tombstones too.
 
-    Of a key's messages in a batch the latest counts, or the one with the highest version. Two rows of one message with
+    The latest message of each key in a batch counts, or the one with the highest version. Two rows of one message with
     the same key are refused. After a shuffle whose rows no longer identify messages, so are any two rows with the same
     key.
     """
@@ -220,7 +220,7 @@ def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[
     for name in pairs:
         if name not in types:
             raise JobError(f"{table} has no column {name}; map the job's columns to the table's with columns={{…}}")
-        refuse_cutting(table, name, types[name])
+        refuse_truncating(table, name, types[name])
     return pairs
 
 

@@ -117,7 +117,7 @@ def _may_differ(value: bytes, parsed: dict[str, Any], *, exact: bool) -> bool:
     # The cheaper checks come first. Texts may have colons, too.
     colons = value.count(b":")
     if colons != len(parsed) and colons != (fields := _count_fields(parsed)) and len(_FIELD.findall(value)) != fields:
-        # Of two fields with the same name only the last one is there.
+        # If two fields have the same name, only the last one is there.
         return True
     if exact and _EXPONENT.search(value):
         return True

@@ -70,7 +70,7 @@ _MOST_MISSES: Final = 4
 _FEW: Final = 100
 """Fewer payloads are read one by one: Arrow takes as long for one as for this many."""
 _SAMPLE: Final = 64
-"""From so many payloads fields are learned that the schema lacks."""
+"""How many payloads are looked at to learn fields that the schema lacks."""
 _MOST_LEARNED: Final = 200
 
 

@@ -189,8 +189,8 @@ class BatchTable:
         """Run the effect. Raises RejectedRecords or EffectError; errors that may pass are raised as they are.
 
         at_most_once  do not run a function again for parts of the rows, to find the messages at which it fails: a
-                      savepoint does not take back its effects elsewhere. Behind RejectedRecords, SQL is applied to the
-                      other messages.
+                      savepoint does not take back its effects elsewhere. When RejectedRecords is raised, SQL has been
+                      applied to the other messages.
         """
         once = at_most_once and callable(self._effect)
         try:

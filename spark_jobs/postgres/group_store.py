@@ -29,8 +29,8 @@ from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.direct_copy import DirectCopy, direct_for
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
-# A group that has lost a topic is not new, even if its offsets were forgotten. Of what retention removed before the
-# group read anything it has a loss too, and may still begin elsewhere.
+# A group that has lost a topic is not new, even if its offsets were forgotten. What retention removed before the group
+# read anything is a loss, too, and such a group may still begin elsewhere.
 _NEW: Final = """
 SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)
    AND NOT EXISTS (SELECT FROM {losses} WHERE grp = %(grp)s AND (kind <> 'retention' OR first_offset > 0))"""
@@ -38,8 +38,8 @@ _ADDED_ENDS: Final = "SELECT added_ends FROM {groups} WHERE grp = %(grp)s"
 _NOTE_ADDED: Final = """
 UPDATE {groups} SET added_ends = %(ends)s::jsonb WHERE grp = %(grp)s AND generation = %(generation)s"""
 # One partition at a time, so that offsets give the order. Both parts read the index of those to be retried: ORDER BY id
-# alone would read the primary key, and in it the dead letters of all groups. What is to be retried in another partition
-# may be an earlier one of the same key.
+# alone would read the primary key, and in it the dead letters of all groups. A dead letter to be retried in another
+# partition may be an earlier one of the same key.
 _RETRIED: Final = """
 WITH lowest AS (
     SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
@@ -239,9 +239,9 @@ class PostgresGroupStore:
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried: those of one partition, in the order of their messages.
 
-        With ``keep_order`` without those for which one of their key in another partition goes first; and also those
-        that waited behind a dead letter that is gone: they are looked for once after each ``state``, because that reads
-        all that wait.
+        With ``keep_order``, dead letters are left out for which one of their key in another partition goes first, and
+        those are added that waited behind a dead letter that is gone. The latter are looked for once after each
+        ``state``, because that reads all that wait.
         """
         with self.transaction() as connection:
             if keep_order:

@@ -152,7 +152,7 @@ def of_ranges(
     leaf = _leaf(session, len(partitions))
     read = functools.partial(task.read_range, decoder, dict(ranges), left_out)
     each = functools.partial(task.with_reader, read, partitions, settings)
-    rows = in_tasks(leaf, functools.partial(task.of_number, each), _schema(job), pool="read")
+    rows = in_tasks(leaf, functools.partial(task.with_number, each), _schema(job), pool="read")
     return Source(decoded(rows, job), leaf, partitions)
 
 
@@ -161,7 +161,7 @@ def of_letters(session: SparkSession, job: ConsumerJob, decoder: TaskDecoder, le
     leaf = _leaf(session, 1)
     by_partition = groupby(letters, lambda letter: letter.place[:2])
     parts = [_messages(topic, part, list(some)) for (topic, part), some in by_partition]
-    made = functools.partial(task.of_number, lambda _: decoder.decoding(parts))
+    made = functools.partial(task.with_number, lambda _: decoder.decoding(parts))
     return Source(decoded(in_tasks(leaf, made, _schema(job), pool="read"), job), leaf, ())
 
 
@@ -169,7 +169,7 @@ def by_ranges(
     session: SparkSession, count: int, do: Callable[[int], Iterator[pa.RecordBatch]], schema: str
 ) -> DataFrame:
     """Return the results of a function for each number below ``count``, with one task per number."""
-    return in_tasks(_leaf(session, count), functools.partial(task.of_number, do), schema)
+    return in_tasks(_leaf(session, count), functools.partial(task.with_number, do), schema)
 
 
 def _leaf(session: SparkSession, tasks: int) -> DataFrame:

@@ -58,7 +58,7 @@ def _distinct(most: int, traces: list[Trace], more: list[Trace]) -> list[Trace]:
 
 
 def read_sizes(context: SparkContext) -> Accumulator[Sizes]:
-    """Return an accumulator of how many bytes were read of each partition: of all messages, also of those without rows.
+    """Return an accumulator of the bytes read of each partition, including those of messages without rows.
 
     Use one for all rounds: Spark keeps every accumulator for as long as the driver runs. The same holds for traces.
     """
@@ -67,7 +67,7 @@ def read_sizes(context: SparkContext) -> Accumulator[Sizes]:
 
 @dataclass(frozen=True, slots=True)
 class TimeSample:
-    """When the events of a round's messages were written; of large batches a sample."""
+    """When the events of a round's messages were written; for large batches, of a sample."""
 
     found: Accumulator[Times]
 

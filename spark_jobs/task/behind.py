@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from outbox.consumer.letters import DeadLetter
+from outbox.consumer.letters import BEHIND, DeadLetter
 from outbox.consumer.model import MessageRef, RejectedRecord
 
 if TYPE_CHECKING:
     from spark_jobs.task.incoming import Incoming, Messages
 
-BEHIND: Final = "an earlier message of its key is a dead letter"
-"""The error of a message that is put aside although nothing is wrong with it."""
-
 DeadKeys = Mapping[str, Mapping[bytes, MessageRef | None]]
 """Topic → key → dead letter. Behind it are the later messages of its partition, and all messages of the key in other
-partitions. Without a dead letter all messages of the key are behind it."""
+partitions. None stands for a dead letter of an earlier round: all messages of the key are behind it."""
 
 
 def offsets_behind(keys: DeadKeys, messages: Messages) -> list[int]:

@@ -69,7 +69,7 @@ class Messages:
         return Messages(parts[0].topic, parts[0].part, *listed)
 
     def traces(self, most: int) -> list[tuple[str, str | None]]:
-        """Return up to ``most`` distinct traces: of each message that of the last hop, or else that of the writer."""
+        """Return up to ``most`` distinct traces: each message's of the last hop, or else that of the writer."""
         found: dict[tuple[str, str | None], None] = {}
         for headers in self.headers:
             trace = _trace_of(_first(headers))
@@ -149,7 +149,7 @@ class Incoming:
         kinds = _text(headers.first("ce_type", "event-type"))
         if self.types is None:
             return messages, headers, kinds
-        # Their types can't be relied on.
+        # The types of messages with undecodable headers can't be relied on.
         undecodable = pa.array([isinstance(one, UndecodableHeaders) for one in messages.headers], pa.bool_())
         wanted = pc.or_(pc.is_in(kinds, value_set=pa.array(self.types, pa.string())), undecodable)
         messages = messages.only(pc.indices_nonzero(wanted).to_pylist())
@@ -181,7 +181,7 @@ class Incoming:
             headers.first(*names).to_pylist() for names in (("ce_id", "id"), ("ce_source",), ("aggregate-type",))
         )
         made = [
-            # The relay's, for an event without a key of its own, is the event's id.
+            # For an event without a key of its own, the relay's header is the event's id.
             id_ if not key or key == given else key_id(source or b"", kind or b"", key)
             for id_, key, given, source, kind in zip(ids.to_pylist(), keys, *of_each, strict=True)
         ]
@@ -218,7 +218,7 @@ class _Headers:
 
 
 def _first(headers: Headers) -> dict[str, bytes | None]:
-    """Return a message's headers by name. Of several headers with the same name the first one counts."""
+    """Return a message's headers by name. If several have the same name, the first one counts."""
     named = dict(headers)
     return named if len(named) == len(headers) else dict(reversed(headers))
 

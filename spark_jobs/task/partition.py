@@ -1,7 +1,17 @@
 """Apply ranges of Kafka partitions in transactions of the sink: fence, copy, dedup, move, apply, commit.
 
-A range has a transaction, except in ``run_together`` and ``step_over``, which the driver calls: these have one for
-several. At-most-once a range has two, see postgres/at_most_once.py.
+| function         | where it runs                          | what it applies                                   |
+|------------------|----------------------------------------|---------------------------------------------------|
+| apply_rows       | a task                                 | rows that Spark has processed                     |
+| read_and_apply   | a task, in with_number and with_reader | a range that it reads itself                      |
+| apply_all_in_one | the driver, for few messages           | the ranges of read_in_driver, in one transaction  |
+| apply_in_driver  | the driver, if that is not possible    | the same, each in its own                         |
+| report_retry     | a task                                 | dead letters that are retried, in one transaction |
+| apply_retry      | the driver, if Spark runs no task      | the same                                          |
+| step_over        | the driver                             | ranges with nothing to apply, in one transaction  |
+
+read_and_apply and apply_in_driver call apply_range for each range; this and apply_rows call _apply_feed, the
+transaction of one range. At-most-once a range has two transactions, see postgres/at_most_once.py.
 
 Offsets, ids and counts are written before the effect runs: if the effect's function commits the transaction, which it
 must not do, they are committed with it.
@@ -68,6 +78,9 @@ REPORT: Final = (
 )
 """The columns of a task's report, as Spark DDL: the partition and its TaskResult."""
 
+DEAD_LETTERS: Final[Partition] = ("", 0)
+"""Stands for the partition in the plan and report of retried dead letters."""
+
 FAILURES: Final[Mapping[RangeOutcome, type[ConsumerError]]] = {
     RangeOutcome.DENIED: NotAuthorized,
     RangeOutcome.CORRUPT: CorruptRecords,
@@ -110,7 +123,7 @@ class TaskResult:
         import pyarrow as pa
 
         figures = {name: [value] for name, value in asdict(self).items()}
-        # Also where it is None.
+        # With its type, even if it is None.
         figures["committed"] = pa.array(figures["committed"], pa.float64())
         return pa.RecordBatch.from_pydict(
             {"topic": [partition[0]], "part": pa.array([partition[1]], pa.int32()), **figures}
@@ -122,7 +135,10 @@ class TaskPlan:
     """Everything a task needs, sent to the executors with the code.
 
     sink      where the rows go.
+    ranges    the offsets to apply of each partition.
+    log_ends  where Kafka's log ended when the round was planned; for monitoring.
     required  columns that may not be NULL.
+    max_dead  a task that finds more rejected messages than this reads no further.
     dead      messages to store as dead letters with the range; they are not among the rows.
     suspects  partitions that had repeats recently.
     lenient   partitions with a value that does not fit its column.
@@ -193,7 +209,7 @@ def in_worker(
     return function(batches)
 
 
-def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def apply_rows(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Apply one partition's rows and report; the function of mapInArrow.
 
     Known failures are reported instead of raised: an error in Spark would end the tasks of all other partitions, and
@@ -206,10 +222,10 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
         yield TaskResult(RangeOutcome.EMPTY).report(partition)
         return
     rows = _of_one(partition, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
-    yield _run(plan, partition, Feed(plan.required, rows, plan.max_dead), batches).report(partition)
+    yield _apply_feed(plan, partition, Feed(plan.required, rows, plan.max_dead), batches).report(partition)
 
 
-def of_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[pa.RecordBatch]) -> Iterator[Any]:
+def with_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[pa.RecordBatch]) -> Iterator[Any]:
     """Call a function with the task's number, its only input; the function of mapInArrow. Raises InputCut."""
     numbers = [number for batch in from_spark(batches) for number in batch.column(0).to_pylist()]
     if len(numbers) != 1:
@@ -244,20 +260,20 @@ def with_reader(
         yield from do(reader, partitions[number])
 
 
-def run_with(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Iterator[pa.RecordBatch]:
+def read_and_apply(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Iterator[pa.RecordBatch]:
     """Read a partition's range from Kafka, apply it, and report."""
     messages = reader.range(partition, plan.ranges[partition], plan.without(partition))
-    yield run_range(plan, partition, messages).report(partition)
+    yield apply_range(plan, partition, messages).report(partition)
 
 
-def read_here(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]]:
-    """Read all ranges for run_here. Raises TooMuch."""
+def read_in_driver(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]]:
+    """Read all ranges for apply_in_driver. Raises TooMuch."""
     without = {partition: plan.without(partition) for partition in plan.ranges}
     with kept(settings) as reader:
         return reader.whole(plan.ranges, without)
 
 
-def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> dict[Partition, TaskResult]:
+def apply_in_driver(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> dict[Partition, TaskResult]:
     """Do the tasks' work in this process, one range after the other.
 
     An error that a task would raise is reported as BROKEN: the other ranges are tried, and counted, all the same.
@@ -266,7 +282,7 @@ def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> d
     results: dict[Partition, TaskResult] = {}
     for partition, messages in read.items():
         try:
-            results[partition] = run_range(plan, partition, messages)
+            results[partition] = apply_range(plan, partition, messages)
         except Exception as error:  # noqa: BLE001  reported, with its trace in the log
             _LOG.warning("%s: the driver can't run the job", _where(plan, partition), exc_info=True)
             why = storable(f"the driver can't run the job: {shown(error)}")
@@ -274,10 +290,10 @@ def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> d
     return results
 
 
-def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> TaskResult:
+def apply_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> TaskResult:
     """Apply a partition's range, which the caller reads from Kafka.
 
-    Unlike ``run``, it also moves the offset over a range without messages, because here their absence is proved.
+    Unlike ``apply_rows``, it also moves the offset over a range without messages, because here their absence is proved.
     """
     assert plan.decoder is not None
     try:
@@ -287,12 +303,14 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
     except RangeStopped as stop:
         return TaskResult(stop.outcome, detail=stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
-    result = _run(plan, partition, _fed(plan, parts), messages)
+    result = _apply_feed(plan, partition, _fed(plan, parts), messages)
     plan.decoder.note_size(partition, messages.size)
     return result
 
 
-def run_together(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> dict[Partition, TaskResult] | None:
+def apply_all_in_one(
+    plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]
+) -> dict[Partition, TaskResult] | None:
     """Do the tasks' work in this process, in one transaction for all ranges.
 
     None if that does not work, whatever the reason: a repeat, a message that can't be applied, a locked offset. Each
@@ -360,7 +378,7 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -
         yield taken
 
 
-def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
+def _apply_feed(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
     where, span = _where(plan, partition), plan.ranges[partition]
     try:
         with stopping(where), plan.sink.transaction(where, source, most=plan.max_dead, here=plan.here) as into:
@@ -403,29 +421,31 @@ def _of_one(partition: Partition, batches: Iterable[pa.RecordBatch]) -> Iterator
         yield batch
 
 
-def run_retry(
+def report_retry(
     plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], batches: TaskInput[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Apply dead letters that are retried, all of them in one transaction; the function of mapInArrow.
 
     retried  the dead letters by their messages' places. Those without a row were filtered; they are resolved too.
     """
-    yield retry(plan, retried, batches).report(("", 0))
+    yield apply_retry(plan, retried, batches).report(DEAD_LETTERS)
 
 
-def retry(plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], batches: TaskInput[pa.RecordBatch]) -> TaskResult:
-    """Do what ``run_retry`` reports."""
+def apply_retry(
+    plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], batches: TaskInput[pa.RecordBatch]
+) -> TaskResult:
+    """Do what ``report_retry`` reports."""
     feed = Feed(plan.required, batches, plan.max_dead)
-    where, fresh = "dead letters", 0
+    where = "dead letters"
     try:
         with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead) as into:
-            if into.hold(retried):
-                fresh = into.remember(feed.whole(), Way(repeats=True, lenient=bool(plan.lenient)))
-                into.resolve()
-                if fresh:
-                    into.apply()
-            else:
+            if not into.hold(retried):
                 into.rollback()
+                return TaskResult(RangeOutcome.ALREADY)
+            fresh = into.remember(feed.whole(), Way(repeats=True, lenient=DEAD_LETTERS in plan.lenient))
+            into.resolve()
+            if fresh:
+                into.apply()
     except RangeStopped as stop:
         return TaskResult(stop.outcome, feed.rows, detail=stop.detail)
     return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh)

@@ -17,6 +17,7 @@ from outbox.consumer.errors import EffectFailed
 from spark_jobs.driver.rounds import RETRIED_AT_ONCE
 from spark_jobs.errors import Reject
 from spark_jobs.job import ConsumerJob
+from spark_jobs.outcomes import RangeOutcome
 
 pytestmark = pytest.mark.spark
 
@@ -82,6 +83,34 @@ def test_three_pages_of_dead_letters_are_tried_again_in_order(bench):
     in_order(bench, set(range(LETTERS)))
     assert bench.rows("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
     assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(LETTERS, 0)]
+
+
+@pytest.mark.parametrize("atomic", ["partition", "batch"])
+def test_dead_letters_one_of_which_is_discarded_meanwhile_are_tried_without_it(bench, atomic):
+    """Between the driver's look and its transaction: that one has no effect, and the others have theirs once."""
+    job = ConsumerJob("gone", [bench.topic], "INSERT INTO numbers SELECT n FROM batch", schema="n int", atomic=atomic)
+    bench.run("CREATE TABLE numbers (n int CONSTRAINT none CHECK (false))")
+    bench.produce([({"n": n}, "k", 0) for n in range(3)])
+    assert bench.once(job).dead == 3
+    bench.run("ALTER TABLE numbers DROP CONSTRAINT none")
+    bench.command("dead-letters", "retry", "--side", "consumer", "--all", "--group", "gone")
+    outcomes: list[tuple[int, RangeOutcome]] = []
+    with bench.runner(job) as runner:
+        attempt = runner._rounds._attempts.attempt_retry
+
+        def discarded(letters: Any, *rest: Any) -> Any:
+            if not outcomes:
+                bench.run("DELETE FROM consumer.dead_letters WHERE message_offset = 1")
+            result = attempt(letters, *rest)
+            outcomes.append((len(letters), result.outcome))
+            return result
+
+        runner._rounds._attempts.attempt_retry = discarded
+        totals = runner.once(threading.Event())
+    assert outcomes == [(3, RangeOutcome.ALREADY), (2, RangeOutcome.APPLIED)]
+    assert (totals.read, totals.applied, totals.duplicates) == (2, 2, 0)
+    assert bench.rows("SELECT n FROM numbers ORDER BY n") == [(0,), (2,)]
+    assert bench.rows("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
 
 
 def in_order(bench: Bench, numbers: set[int]) -> None:

@@ -64,14 +64,14 @@ def test_the_round_trips_of_a_warm_round(wide, effect, strategy, most):
 def together(monkeypatch) -> list[bool]:
     """Whether one transaction had all of a round, each time that this was tried."""
     tried: list[bool] = []
-    real = task.run_together
+    real = task.apply_all_in_one
 
     def noted(plan, read):
         results = real(plan, read)
         tried.append(results is not None)
         return results
 
-    monkeypatch.setattr(task, "run_together", noted)
+    monkeypatch.setattr(task, "apply_all_in_one", noted)
     return tried
 
 
@@ -116,8 +116,8 @@ def test_a_locked_offset_holds_up_its_partition_alone(bench, together):
 
 
 def test_a_commit_without_an_answer_is_found_by_each_partition(bench, monkeypatch):
-    real = task.run_together
-    monkeypatch.setattr(task, "run_together", lambda plan, read: real(plan, read) and None)
+    real = task.apply_all_in_one
+    monkeypatch.setattr(task, "apply_all_in_one", lambda plan, read: real(plan, read) and None)
     job = ConsumerJob("unknown", (bench.topic,), INSERT, schema="n int", setup=SETUP)
     send(bench, 1, range(2))
     with bench.runner(job) as runner:
@@ -131,13 +131,13 @@ def test_a_commit_without_an_answer_is_found_by_each_partition(bench, monkeypatc
 def test_one_transaction_is_fenced_by_any_of_its_partitions(bench, together, monkeypatch, change):
     job = ConsumerJob("fenced", (bench.topic,), INSERT, schema="n int", setup=SETUP)
     send(bench, 1, range(2))
-    real = task.read_here
+    real = task.read_in_driver
 
     def changed(*arguments):
         bench.run(f"UPDATE consumer.offsets SET {change} WHERE part = 1")
         return real(*arguments)
 
-    monkeypatch.setattr(task, "read_here", changed)
+    monkeypatch.setattr(task, "read_in_driver", changed)
     with bench.runner(job) as runner, pytest.raises(Fenced):
         runner._round(None)
     assert together == [False]
@@ -147,7 +147,7 @@ def test_one_transaction_is_fenced_by_any_of_its_partitions(bench, together, mon
 def test_one_transaction_needs_the_proof_of_every_range(bench, together, monkeypatch):
     job = ConsumerJob("cut", (bench.topic,), INSERT, schema="n int", setup=SETUP)
     send(bench, 1, range(2))
-    real = task.read_here
+    real = task.read_in_driver
 
     def cut(*arguments):
         read = dict(real(*arguments))
@@ -159,7 +159,7 @@ def test_one_transaction_needs_the_proof_of_every_range(bench, together, monkeyp
         read[last] = TaskInput([], unproved)
         return read
 
-    monkeypatch.setattr(task, "read_here", cut)
+    monkeypatch.setattr(task, "read_in_driver", cut)
     with bench.runner(job) as runner, pytest.raises(InputCut):
         runner._round(None)
     assert together == [False]

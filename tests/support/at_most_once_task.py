@@ -47,7 +47,7 @@ def run(url: str, start: int, count: int, at: str | None = None, fails: bool = F
             raise ValueError("the provider is away")
 
     made = ConsumerGroup(url).plan(*(0, start, count, COLUMNS, effect), strategy=OffsetsOnly(), at_most_once=True)
-    (report,) = task.run(made, in_memory([numbered(range(start, start + count), start=start)]))
+    (report,) = task.apply_rows(made, in_memory([numbered(range(start, start + count), start=start)]))
     return report.to_pylist()[0]
 
 

@@ -102,7 +102,7 @@ class Sink(ConsumerGroup):
             },
         }
         batch = rows_of(size, self.next, **columns)
-        (report,) = task.run(made, in_memory([batch]))
+        (report,) = task.apply_rows(made, in_memory([batch]))
         ((outcome, fresh, detail),) = ((one["outcome"], one["fresh"], one["detail"]) for one in report.to_pylist())
         if outcome == "applied":
             self.next += size

@@ -62,11 +62,11 @@ class Sink(ConsumerGroup):
             **plan,
         }
         made = self.plan(part, start, len(messages), **given)
-        (report,) = task.run(made, self.given([rows]))
+        (report,) = task.apply_rows(made, self.given([rows]))
         found: dict[str, Any] = report.to_pylist()[0]
         self.told.append(found["outcome"])
         if found["outcome"] == "fallback":
-            (report,) = task.run(replace(made, slow=frozenset({("t", part)})), self.given([rows]))
+            (report,) = task.apply_rows(replace(made, slow=frozenset({("t", part)})), self.given([rows]))
             found = report.to_pylist()[0]
         return found
 

@@ -301,7 +301,7 @@ def test_the_sink_refuses_messages(operator, outbox_postgres, outbox_kafka, monk
     operator.act("outbox dead-letters discard", DEAD_LETTER=second)
     assert alarms("g", sink.url, outbox_kafka) == set()
     asked = {("t", 0, 0): (int(first), "failed")}
-    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, asked, rows))
+    monkeypatch.setattr(task, "apply_rows", lambda plan, rows: task.report_retry(plan, asked, rows))
     assert (sink.apply([(event_id(0), 100)])["outcome"], sink.numbers()) == ("applied", [100])
     assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
 

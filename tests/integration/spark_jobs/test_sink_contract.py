@@ -426,7 +426,7 @@ def test_a_task_needs_nothing_else(database):
     plan = TaskPlan(database.sink, {PARTITION: Range(TOPIC_ID, 0, 2)}, {}, ("message_id",), 10)
 
     def report(made: TaskPlan, *batches: pa.RecordBatch) -> tuple[str, int]:
-        ((found,),) = (one.to_pylist() for one in task.run(made, in_memory(batches)))
+        ((found,),) = (one.to_pylist() for one in task.apply_rows(made, in_memory(batches)))
         return found["outcome"], found["fresh"]
 
     assert report(plan, rows([1, 2])) == ("applied", 2)

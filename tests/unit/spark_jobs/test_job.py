@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outbox.consumer.errors import JobError
-from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, OffsetsOnly, Version
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META, ConsumerJob
 
@@ -60,6 +60,15 @@ def test_an_effect_does_not_end_its_transaction(effect):
 )
 def test_what_only_looks_so_is_taken(effect):
     assert job(effect).effect == effect
+
+
+@pytest.mark.parametrize("names", ["order_id", "", [], [""]])
+def test_the_columns_of_a_strategy_are_a_list(names):
+    """A text would be taken for the list of its letters."""
+    for declared in (lambda: Natural(names), lambda: Version("orders", names, "seq")):
+        with pytest.raises(JobError, match="must be a list of column names"):
+            declared()
+    assert Version("orders", {"id": "order_id"}, "seq").required == ("id", "seq")
 
 
 AT_MOST_ONCE = {"delivery": "at-most-once"}

@@ -51,7 +51,7 @@ def apply(group: ConsumerGroup, made: RangeReader, topic: str) -> dict[str, Any]
     effect = "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset"
     plan = group.plan(PART, 0, MESSAGES, decoder.columns, effect, decoder=decoder)
     parts = made.range((topic, PART), span(0, MESSAGES))
-    return asdict(task.run_range(plan, ("t", PART), parts))
+    return asdict(task.apply_range(plan, ("t", PART), parts))
 
 
 def nothing_applied(group: ConsumerGroup) -> bool:
@@ -142,7 +142,7 @@ def test_a_task_moves_the_group_behind_what_was_aborted(between, sink, aborted):
             PART, 0, 5, decoder.columns, "INSERT INTO seen SELECT n, message_offset FROM batch", decoder=decoder
         )
         outcomes = [
-            task.run_range(plan, ("t", PART), made.range((aborted, PART), span(0, 5))).outcome for _ in range(2)
+            task.apply_range(plan, ("t", PART), made.range((aborted, PART), span(0, 5))).outcome for _ in range(2)
         ]
     assert outcomes == ["applied", "already"]
     ((offset, log_end),) = sink.run("SELECT next_offset, log_end FROM consumer.offsets")

@@ -57,8 +57,8 @@ def test_what_an_effect_says_may_be_no_text(sink: Sink) -> None:
     assert sink.run("SELECT error FROM consumer.dead_letters") == [("bad\ufffdname ?",)]
 
 
-def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two that are tried again one is not among the rows: a filter, or another list of types."""
+def retry_two(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write two dead letters, and have the sink's task retry both."""
     rejected = [RejectedRecord(("t", 0, offset), "failed", "why") for offset in (0, 1)]
     with psycopg.connect(sink.url) as connection:
         found = [DeadLetter(one, event_id(one.place[2]), b"k", b"payment", "[]", 0) for one in rejected]
@@ -66,7 +66,23 @@ def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, m
     sink.run("UPDATE consumer.dead_letters SET state = 'retry'")
     ids = dict(sink.run("SELECT message_offset, id FROM consumer.dead_letters"))
     requests = {one.place: (ids[one.place[2]], one.reason) for one in rejected}
-    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, requests, rows))
+    monkeypatch.setattr(task, "apply_rows", lambda plan, rows: task.report_retry(plan, requests, rows))
+
+
+def test_dead_letters_of_which_one_is_gone_are_not_reported_as_applied(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One was discarded meanwhile; or all are, because this is a retry of a task after its COMMIT."""
+    retry_two(sink, monkeypatch)
+    sink.run("DELETE FROM consumer.dead_letters WHERE message_offset = 1")
+    both = [(event_id(0), 7), (event_id(1), 8)]
+    assert (sink.apply(both)["outcome"], sink.numbers()) == ("already", [])
+    assert sink.run("SELECT message_offset, state FROM consumer.dead_letters") == [(0, "retry")]
+
+
+def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that are tried again one is not among the rows: a filter, or another list of types."""
+    retry_two(sink, monkeypatch)
     assert (sink.apply([(event_id(0), 7)])["outcome"], sink.numbers()) == ("applied", [7])
     assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
     kept = "what, details ->> 'offset', convert_from(decode(details ->> 'value_base64', 'base64'), 'UTF8')"
@@ -153,7 +169,7 @@ def lines(
         message_tombstone=[line is None for _, line in rows],
         **{name: [line for _, line in rows] for name in columns if not name.startswith("message_")},
     )
-    (report,) = task.run(made, in_memory([batch]))
+    (report,) = task.apply_rows(made, in_memory([batch]))
     found: dict[str, Any] = report.to_pylist()[0]
     sink.run("UPDATE consumer.offsets SET next_offset = 0; DELETE FROM consumer.processed_messages")
     return found
@@ -260,7 +276,8 @@ def test_an_effect_can_not_end_the_transaction(sink: Sink, monkeypatch: pytest.M
     assert sink.run("SELECT applied, duplicates, dead FROM consumer.offsets WHERE part = 0") == [(1, 0, 1)]
     # And what was tried again is no dead letter any more.
     ((number,),) = sink.run("UPDATE consumer.dead_letters SET state = 'retry' RETURNING id")
-    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, {("t", 0, 1): (number, "failed")}, rows))
+    asked = {("t", 0, 1): (number, "failed")}
+    monkeypatch.setattr(task, "apply_rows", lambda plan, rows: task.report_retry(plan, asked, rows))
     assert sink.apply([(event_id(2), 2)], start=1, effect=commit)["outcome"] == "broken"
     assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
     assert sink.run("SELECT applied FROM consumer.offsets WHERE part = 0") == [(2,)]

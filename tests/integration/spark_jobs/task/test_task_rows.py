@@ -31,7 +31,7 @@ __all__ = ["sink"]
 
 def test_rows_of_two_partitions_are_no_tasks(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own task would find its range applied, and would leave out what it has itself."""
-    run = task.run
+    run = task.apply_rows
 
     def mixed(plan: task.TaskPlan, batches: Any) -> Any:
         (rows,) = batches
@@ -39,7 +39,7 @@ def test_rows_of_two_partitions_are_no_tasks(sink: Sink, monkeypatch: pytest.Mon
         index = rows.schema.names.index("message_part")
         return run(plan, in_memory([rows, rows.set_column(index, "message_part", other)]))
 
-    monkeypatch.setattr(task, "run", mixed)
+    monkeypatch.setattr(task, "apply_rows", mixed)
     for sink.way in WAYS:
         report = sink.apply([(event_id(1), 1)])
         assert (report["outcome"], sink.numbers(), sink.position()) == ("broken", [], 0)
@@ -59,7 +59,7 @@ def test_ranges_that_can_not_be_applied_together_keep_the_session(
 
         def together(first: int) -> bool:
             read = {("t", part): in_memory([numbered([first + part], part=part)]) for part in (0, 1)}
-            return task.run_together(plan, read) is not None
+            return task.apply_all_in_one(plan, read) is not None
 
         assert together(1)
         # The offsets have moved.
@@ -222,7 +222,7 @@ def test_a_task_that_is_not_told_its_number_reads_nothing(monkeypatch: pytest.Mo
     def given(of: list[int]) -> list[pa.RecordBatch]:
         return [pa.RecordBatch.from_pydict({"n": pa.array([number], pa.int64())}) for number in of]
 
-    assert list(task.of_number(reading, given([7]))) == []
+    assert list(task.with_number(reading, given([7]))) == []
     with pytest.raises(InputCut, match=f"a task got {len(numbers)} numbers of ranges instead of one"):
-        list(task.of_number(reading, given(numbers)))
+        list(task.with_number(reading, given(numbers)))
     assert read == [7]

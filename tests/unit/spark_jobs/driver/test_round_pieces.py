@@ -14,7 +14,7 @@ def test_pieces_are_whole_beginnings_of_so_many_offsets_until_nothing_is_left(le
     span = OffsetRanges({("t", part): Range("id", 10, 10 + length) for part, length in enumerate(lengths)}, {})
     stored = {partition: StoredOffset("id", one.start) for partition, one in span.ranges.items()}
     pieces = 0
-    while (left := span.behind(stored)).ranges:
+    while (left := span.remaining(stored)).ranges:
         piece = left.first(most)
         assert sum(one.end - one.start for one in piece.ranges.values()) == min(
             most, sum(one.end - one.start for one in left.ranges.values())
@@ -25,3 +25,12 @@ def test_pieces_are_whole_beginnings_of_so_many_offsets_until_nothing_is_left(le
             stored[partition] = StoredOffset("id", one.end + one.end % 2)
         pieces += 1
     assert pieces <= -(-sum(lengths) // most)
+
+
+def test_a_partition_that_the_group_no_longer_has_is_left_whole():
+    """Forgotten by an operator meanwhile: the next attempt is fenced, and says so."""
+    span = OffsetRanges({("t", part): Range("id", 0, 9) for part in (0, 1)}, {})
+    assert span.remaining({("t", 0): StoredOffset("id", 5)}).ranges == {
+        ("t", 0): Range("id", 5, 9),
+        ("t", 1): Range("id", 0, 9),
+    }

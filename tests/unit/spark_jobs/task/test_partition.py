@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from outbox.consumer.model import Range
 from spark_jobs.task.input import in_memory
-from spark_jobs.task.partition import TaskPlan, run_together
+from spark_jobs.task.partition import TaskPlan, apply_all_in_one
 
 
 class Sink:
@@ -40,7 +40,7 @@ def test_the_time_of_ranges_that_are_applied_together_is_that_after_the_commit()
     sink: Any = Sink()
     plan = TaskPlan(sink, dict.fromkeys(places, Range("id", 0, 1)), {}, (), 0, decoder=decoder)
     read: Any = {place: in_memory([pa.record_batch({"n": [1]})]) for place in places}
-    results = run_together(plan, read)
+    results = apply_all_in_one(plan, read)
     assert results is not None
     assert [results[place].committed for place in places] == [2.0, 2.0]
 
@@ -51,7 +51,7 @@ def test_why_ranges_are_not_applied_together_is_logged(caplog):
         sink, {("t", 0): Range("id", 0, 1)}, {}, (), 0, decoder=SimpleNamespace(copyable=lambda parts: parts)
     )
     with caplog.at_level(logging.INFO):
-        assert run_together(plan, {("t", 0): in_memory([])}) is None
+        assert apply_all_in_one(plan, {("t", 0): in_memory([])}) is None
     (line,) = caplog.messages
     assert (
         line
