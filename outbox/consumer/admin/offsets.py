@@ -1,9 +1,9 @@
 """Show the offsets of groups with those of Kafka, and move them by hand: `outbox offsets`.
 
 A move is one transaction. It raises the group's generation, which waits for a task that is about to commit and fences
-all later ones; writes the new offsets, accepts the open losses of the partitions, and adds a row to ``audit``. All that
-the change depends on is read after the fence. A consumer that is running is fenced, and continues from the new offsets
-when it is started again.
+all later ones; writes the new offsets, accepts the open losses of the partitions, and adds a row to ``audit``. What the
+group has stored is read after the fence, and Kafka is asked again where that is more than it had before. A consumer
+that is running is fenced, and continues from the new offsets when it is started again.
 
 | the offset moves | what follows                                                                                      |
 |------------------|---------------------------------------------------------------------------------------------------|
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, LiteralString
 
 import psycopg
@@ -267,9 +267,9 @@ class Offsets:
         bounds = {number: there for (_, number), there in snapshot.bounds.items()}
         if part is not None and part not in bounds:
             raise OperationRefused(f"{topic} has no partition {part}, but {min(bounds)} to {max(bounds)}")
-        chosen = {number: there for number, there in sorted(bounds.items()) if part in {None, number}}
+        chosen = sorted(bounds) if part is None else [part]
         if isinstance(to, int):
-            refuse_outside(topic, chosen, to)
+            refuse_outside(topic, {number: bounds[number] for number in chosen}, to)
         times: Mapping[Partition, int | None] = {}
         if isinstance(to, dt.datetime):
             times = self._kafka.at_time(snapshot.bounds, to)
@@ -278,8 +278,9 @@ class Offsets:
             moves = []
             topic_id = snapshot.ids[topic]
             read = any(here.topic_id == topic_id for here in stored.values())
-            for number, there in chosen.items():
-                here = stored.get(number)
+            bounds.update(self._later_ends(topic, topic_id, bounds, stored))
+            for number in chosen:
+                here, there = stored.get(number), bounds[number]
                 if to == "loss":
                     after = after_losses(here, there, topic_id, losses.get(number, ()))
                 else:
@@ -320,6 +321,23 @@ class Offsets:
 
         request = _Request(group, topic, "offsets forget", why, dry_run, wait_seconds, skip=True, unseen=True)
         return self._move(request, decide, {})
+
+    def _later_ends(
+        self, topic: str, topic_id: str, bounds: Mapping[int, OffsetBounds], stored: Mapping[int, StoredOffset]
+    ) -> dict[int, OffsetBounds]:
+        """Return where Kafka's partitions end now, of those that the group had read further before it was fenced.
+
+        Only if Kafka still has less, its log was cut.
+        """
+        beyond = [
+            number
+            for number, here in stored.items()
+            if here.topic_id == topic_id and number in bounds and here.next_offset > bounds[number].end
+        ]
+        if not beyond:
+            return {}
+        ends = self._kafka.ends([(topic, number) for number in beyond])
+        return {number: replace(bounds[number], end=ends[topic, number]) for number in beyond}
 
     def _move(self, asked: _Request, decide: _Decide, bounds: Mapping[int, OffsetBounds]) -> MoveResult:
         owner = f"outbox offsets, {process_name()}"

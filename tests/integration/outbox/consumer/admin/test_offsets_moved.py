@@ -91,6 +91,26 @@ def test_a_move_waits_for_a_task_that_is_about_to_commit(driver):
     assert driver.positions()[0] == 2
 
 
+@pytest.mark.parametrize(("to", "after"), [("loss", 13), ("latest", 15)])
+def test_a_move_sets_no_group_back_that_goes_on_until_it_is_fenced(driver, to, after):
+    driver.send(0, 10)
+    driver.meet()
+    moved = []
+    with psycopg.connect(driver.url) as task:
+        task.execute("UPDATE consumer.offsets SET next_offset = 10 WHERE part = 0")
+        thread = threading.Thread(
+            target=lambda: moved.append(driver.offsets().reset(GROUP, driver.topic, to, "why", skip=True))
+        )
+        thread.start()
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        wait_until(lambda: driver.rows(waits) == [(1,)], what="the move to wait")
+        driver.send(0, 5)
+        task.execute("UPDATE consumer.offsets SET next_offset = 13 WHERE part = 0")
+    thread.join(60)
+    assert [(one.before, one.after, one.again) for one in moved[0].moves if one.part == 0] == [(13, after, 0)]
+    assert driver.positions()[0] == after
+
+
 def test_going_forward_has_to_be_meant_and_is_written_down(driver):
     driver.send(0, 10)
     driver.meet()
