@@ -362,7 +362,7 @@ class WorkerLoop:
         """Record what became of the events. Returns the lanes for which that has failed."""
         published: dict[int, UnsettledBatch] = {}
         for number, receipt in sent.receipts.items():
-            lane = self.lanes.get(number) if receipt.published.batch is None else None
+            lane = self.lanes.get(number) if receipt.published.number is None else None
             if lane is not None and receipt.published:
                 published[number] = receipt.published
                 # The turn before may or may not be settled by now.
@@ -429,7 +429,7 @@ class WorkerLoop:
     def _back_off(self, error: Exception) -> None:
         self.has_session = self._source is not None
         self._close()
-        if self.has_session and self.lanes.unsettled and not isinstance(error, BrokerUnavailable):
+        if self.has_session and self.lanes.has_unsettled and not isinstance(error, BrokerUnavailable):
             # Kafka can be reached. Another relay would send again what can't be settled.
             self.failing_since = None
         elif self.failing_since is None:
@@ -464,7 +464,7 @@ class WorkerLoop:
     def _finish(self) -> None:
         """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""
         try:
-            if self.lanes.unsettled:
+            if self.lanes.has_unsettled:
                 self._opened(last=True)
             self._let_go(list(self.lanes))
         except (Unavailable, SchemaError) as error:

@@ -35,7 +35,7 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
         assert left == [(1,)]
         with pytest.raises(LaneLocked):
             source.store.adopt(leases[1], None, "own")
-        assert source.settlement.unsettled == [1]
+        assert source.settlement.unsettled_lanes == [1]
     third = source.fetch(limits)
     assert (third.batches, third.failed) == ({}, {})
     assert backlog(outbox_postgres.url) == 0
