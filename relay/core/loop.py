@@ -342,7 +342,7 @@ class WorkerLoop:
 
     def _handle_failed(self, failed: Mapping[int, OutboxError], least_seconds: float = 0.0) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
-        by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
+        by_text: dict[str, list[tuple[OutboxError, int, float]]] = {}
         for number, error in failed.items():
             if (lane := self.lanes.get(number)) is None:
                 continue
@@ -352,9 +352,10 @@ class WorkerLoop:
                 self._drop(number, clean=False, lost=True)
                 continue
             delay = lane.backoff.failed(least_seconds)
-            by_text.setdefault(str(error), (error, [], delay))[1].append(number)
-        for error, lanes, delay in by_text.values():
-            self._observer.unavailable(lanes, error, delay)
+            by_text.setdefault(str(error), []).append((error, number, delay))
+        for same in by_text.values():
+            errors, numbers, delays = zip(*same, strict=True)
+            self._observer.unavailable(numbers, errors[0], max(delays))
 
     # What became of a turn
 
