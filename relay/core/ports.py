@@ -195,10 +195,6 @@ class LaneLocked(DatabaseUnavailable):
         )
 
 
-LOCKED_SECONDS: Final = (0.01, 0.02, 0.04)
-"""The waits before a lane whose row is locked is given up for this turn: a renewal of our own locks it for a moment."""
-
-
 class StandingError(SchemaError):
     """Postgres refuses a statement until data or schema change."""
 

@@ -56,9 +56,8 @@ from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lane import listed
-from relay.core.lease import Lease
+from relay.core.lease import LOCKED_SECONDS, Lease
 from relay.core.ports import (
-    LOCKED_SECONDS,
     NOTHING,
     Claim,
     DatabaseUnavailable,

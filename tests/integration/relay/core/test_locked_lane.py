@@ -8,7 +8,8 @@ from polling_support import add, polling, table
 from support import backlog
 
 from outbox._app.settings import FailureSettings
-from relay.core.ports import LOCKED_SECONDS, Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
+from relay.core.lease import LOCKED_SECONDS
+from relay.core.ports import Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.kafka.takeover import Takeover
