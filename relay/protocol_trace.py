@@ -130,7 +130,7 @@ class ProtocolTrace:
     def settling(self, receipts: Mapping[int, Receipt]) -> Iterator[None]:
         """Record what Kafka has acknowledged without a transaction, before it is settled, but after the turn before."""
         for lane, receipt in receipts.items():
-            if receipt.published.batch is None:
+            if receipt.published.number is None:
                 self._acknowledged[lane] = self.turn.pop(lane, "acked"), positions(receipt.published.rows)
         try:
             yield
@@ -270,7 +270,7 @@ class TracedPublisher(Publisher):
                 trace.turn[lane] = "acked" if completed and not receipt.left_out else "failed"
             elif not completed:
                 trace.write("failed", lane, began, ids=[])
-            elif (batch := receipt.published.batch) is not None:
+            elif (batch := receipt.published.number) is not None:
                 trace.write("committed", lane, began, ids=positions(receipt.published.rows), batch=batch)
         return sent
 

@@ -401,7 +401,7 @@ class Supervisor:
             return True
         # It has been patient before.
         patience = 0.0 if now < self._early_until else max(2 * self._components.lease_seconds, 10.0)
-        if self._components.all_lanes and self._worker.loop.lanes.unsettled and self._worker.loop.has_session:
+        if self._components.all_lanes and self._worker.loop.lanes.has_unsettled and self._worker.loop.has_session:
             # The stream is read for all lanes or for none, and what some have published must be settled first.
             since = None
         if since is not None and others and now - since >= patience and self._held.leases and not self._away:

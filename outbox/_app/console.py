@@ -74,6 +74,12 @@ def say(text: str, *, err: bool = False) -> None:
     typer.echo(printable(text, but="\n"), err=err)
 
 
+def say_if_more(found: int, limit: int) -> None:
+    """Say that there are more than ``limit``, if one more was looked for and ``found``."""
+    if found > limit:
+        say("there are more; see --limit")
+
+
 def table_console() -> Console:
     """Return a console for tables, 200 columns wide when the output is not a terminal."""
     from rich.console import Console

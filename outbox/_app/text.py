@@ -1,9 +1,10 @@
-"""Durations, sizes and times as text and from it, for commands and the operations page."""
+"""Durations, sizes, times and ids as text and from it, for commands and the operations page."""
 
 from __future__ import annotations
 
 import datetime as dt
 from typing import Final, overload
+from uuid import UUID
 
 from outbox.errors import ConfigurationError
 
@@ -52,3 +53,11 @@ def as_utc(option: str, time: dt.datetime | None) -> dt.datetime | None:
     if not _FIRST <= known < _END:
         raise ConfigurationError(f"{option} {known}: must be a time of the years 1970 to 9998, in UTC")
     return known
+
+
+def event_id_of(text: str, hint: str = "") -> UUID:
+    """Return an event id. Raises ConfigurationError, which ends with the hint."""
+    try:
+        return UUID(text)
+    except ValueError:
+        raise ConfigurationError(f"{text!r} is not an event id (a UUID){hint}") from None

@@ -33,6 +33,7 @@ from relay.audit.findings import (
     parts,
 )
 from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
+from relay.audit.readings import Readings
 from relay.audit.records import kept_back, repeats, unknown, unlike_archived, unlike_ledger
 from relay.audit.sessions import Sessions, sessions
 from relay.audit.sums import (
@@ -48,7 +49,7 @@ from relay.audit.sums import (
     unlike,
 )
 from relay.audit.tables import UNPUBLISHED, Archived, Committed, Misplaced, Tables, out_of_order
-from relay.audit.topics import Cell, OnKafka, Topics, window_sums
+from relay.audit.topics import OnKafka, Topics, window_sums
 from relay.audit.transactions import closed_now
 from relay.config import Settings, shared_source_note
 from relay.core.ports import Unavailable
@@ -67,15 +68,15 @@ def audit(settings: Settings, scope: Scope, opened: Sessions | None = None) -> A
     with sessions(settings) if opened is None else nullcontext(opened) as used:
         comparison = _Comparison(settings, scope, used)
         found = comparison.run()
-        if (differ := comparison.uncounted) and comparison.unread:
+        if (differ := comparison.ledger_differences) and comparison.skipped_topics:
             # Before a change of routes, what the ledger counts may have gone there.
             minutes = sorted(one.minute for one in differ)
             since, until = minute_start(minutes[0]), minute_start(minutes[-1] + 1)
             with suppress(Unavailable):
-                scope = replace(scope, since=since, until=until, former=comparison.unread)
+                scope = replace(scope, since=since, until=until, former=comparison.skipped_topics)
                 again = _Comparison(settings, scope, used)
                 more = again.run()
-                found.explain(differ, again.settled, more, scope.former)
+                found.explain(differ, again.explained, more, scope.former)
     return found
 
 
@@ -91,34 +92,68 @@ class _Comparison:
         self._router = build_router(settings)
         self._options = client_options(settings)
         self._connection = opened.outbox
-        found = ledger.state(self._connection, settings.db_schema)
-        kept = found if isinstance(found, ledger.LedgerState) else None
+        state = ledger.state(self._connection, settings.db_schema)
+        kept = state if isinstance(state, ledger.LedgerState) else None
         self._key = scope.key or (secrets.token_bytes(32) if kept is None else kept.key)
         self._ledger = kept is not None and kept.key == self._key
         self._coverage = Coverage(self._minutes)
-        self._coverage.of_ledger(found, self._key)
+        self._coverage.of_ledger(state, self._key)
         self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
-        if isinstance(found, str):
-            self._audit.notes.append(found)
+        if isinstance(state, str):
+            self._audit.notes.append(state)
         self._tables = Tables(
-            *(self._connection, settings.db_schema, self._router, scope.topics, self._minutes, self._key),
+            self._connection,
+            settings.db_schema,
+            self._router,
+            scope.topics,
+            self._minutes,
+            self._key,
             order_minutes=scope.order_minutes,
         )
         self._deleted: set[bytes] = set()
-        """The ids of events that Kafka has had."""
+        """The ids of archived events whose records Kafka has deleted."""
         self._placed: dict[bytes, tuple[Partition, int]] = {}
-        """By id, where Kafka has events of which the archive does not know that."""
-        self.uncounted: dict[Window, str] = {}
+        """By id, the place on Kafka of events whose place the archive lacks."""
+        self.ledger_differences: dict[Window, str] = {}
         """Windows of which the ledger counts something else than is known, each with the kind of the difference."""
-        self.settled: set[Window] = set()
+        self.explained: set[Window] = set()
         """Windows of which all that the ledger counts is known, or may be under way."""
-        self.unread: Collection[str] = ()
+        self.skipped_topics: Collection[str] = ()
         """Topics of groups that were not read, as this outbox does not write to them."""
         self._groups: Groups | None = None
         if settings.relay.sink_url is not None or has_tables(opened.sink, settings.consumer_schema):
             self._groups = Groups(opened.sink, settings.consumer_schema, scope.group, self._minutes, self._key)
 
     def run(self) -> Audit:
+        read = self._read()
+        audited = self._compare_sums(read)
+        for window, some in read.scheduled.items():
+            audited[window].scheduled = some.events
+        self._compare_groups(audited, read)
+        lost = [] if self._scope.former else list(given_up(read.groups, read.cells))
+        for window, _, _ in lost:
+            if audited[window].state != EXPIRED:
+                audited[window].state = DIFFERENT
+        self._one_by_one(audited)
+        misplaced = read.misplaced
+        if self._placed:
+            # Their places are on Kafka only.
+            with self._tables.snapshot():
+                misplaced = self._tables.misplaced(self._placed)
+        self._order(misplaced, audited)
+        for window, group, text in lost:
+            # Of the others each event is named.
+            if audited[window].state == EXPIRED or group.forgot(window.minute):
+                self._differ(audited[window], "missing", None, text, group.name)
+        for one in audited.values():
+            if (one.state == EQUAL and self._under_way(one)) or (one.state == EXPIRED and one.waiting):
+                one.state = OPEN
+        in_order = sorted(audited.values(), key=lambda one: (one.window.minute, one.window.topic))
+        self._audit.windows = [one for one in in_order if not one.empty]
+        self._say_what_was_left_out(read.groups)
+        return self._audit
+
+    def _read(self) -> Readings:
         # Before anything is read: what has ended by now is seen.
         self._closed, why = (self._minutes.stop, None) if self._scope.closed else closed_now(self._connection)
         if why is not None and self._closed < self._minutes.stop:
@@ -130,8 +165,8 @@ class _Comparison:
             written = self._tables.ledger() if self._ledger else {}
             places = self._tables.places()
             self._coverage.of_archive(self._tables.archived(), on=self._settings.relay.archive_days > 0)
-        there = {*unpublished[0], *unpublished[1], *scheduled, *written}
-        self._coverage.own, topics = self._topic_names(there, places.topics)
+        unarchived = {*unpublished[0], *unpublished[1], *scheduled, *written}
+        self._coverage.own, topics = self._topic_names(unarchived, places.topics)
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
         complete = places.complete and self._minutes.start in self._coverage.archive
         self._extents = self._topics.extents(self._audit.since, places.lowest, complete=complete)
@@ -145,42 +180,11 @@ class _Comparison:
             contents = bool(self._coverage.archive)
             cells, first = self._topics.sums(self._extents, self._minutes, contents=contents)
             committed, misplaced = archive.result()
-        there = {*committed, *chain.from_iterable(unpublished), *scheduled, *written}
         groups, applied = self._applied(topics)
         admin, end = KafkaAdmin(self._options), (self._now + 1) * WINDOW_SECONDS
         self._audit.notes += self._coverage.of_retention(admin, self._extents, first, end)
         self._look_again()
-
-        ids, wholes = window_sums(cells)
-        windows = with_applied([*there, *ids], groups, applied)
-        found = self._compare_sums(windows, unpublished, written, committed, ids, wholes)
-        for window, some in scheduled.items():
-            found[window].scheduled = some.events
-        self._compare_groups(found, cells, groups, applied)
-        lost = [] if self._scope.former else list(given_up(groups, cells))
-        for window, _, _ in lost:
-            if found[window].state != EXPIRED:
-                found[window].state = DIFFERENT
-        self._one_by_one(found)
-        if self._placed:
-            # Their places are on Kafka only.
-            with self._tables.snapshot():
-                misplaced = self._tables.misplaced(self._placed)
-        self._order(misplaced, found)
-        for window, group, text in lost:
-            # Of the others each event is named.
-            if found[window].state == EXPIRED or group.forgot(window.minute):
-                self._differ(found[window], "missing", None, text, group.name)
-        for one in found.values():
-            if (one.state == EQUAL and self._under_way(one)) or (one.state == EXPIRED and one.waiting):
-                one.state = OPEN
-        self._audit.windows = [
-            found[window]
-            for window in sorted(found, key=lambda one: (one.minute, one.topic))
-            if not found[window].empty
-        ]
-        self._say_what_was_left_out(groups)
-        return self._audit
+        return Readings(unpublished, scheduled, written, committed, misplaced, cells, groups, applied)
 
     # -- what is compared
 
@@ -189,7 +193,7 @@ class _Comparison:
             return self._tables.committed(ids=self._ledger), self._tables.misplaced()
 
     def _look_again(self) -> None:
-        """Look what was deleted while the readers have read."""
+        """Note what was deleted during the reads."""
         if self._coverage.archive:
             with self._tables.snapshot():
                 self._coverage.of_archive_again(self._tables.archived_since())
@@ -211,7 +215,7 @@ class _Comparison:
                 raise ConfigurationError(f"--group {self._scope.group}: there is no such group with positions")
             theirs = {topic for group in found for topic in group.topics}
             read |= {topic for topic in theirs if self._router.may_write(topic) or topic in self._scope.former}
-            self.unread = theirs - read
+            self.skipped_topics = theirs - read
         elif self._scope.group is not None:
             raise ConfigurationError(f"--group {self._scope.group}: there are no tables of consumers")
         else:
@@ -247,58 +251,46 @@ class _Comparison:
 
     # -- sums
 
-    def _compare_sums(
-        self,
-        windows: Collection[Window],
-        unpublished: Sequence[Mapping[Window, Sum]],
-        written: Mapping[Window, Sum],
-        committed: Mapping[Window, Committed],
-        ids: Mapping[Window, Sum],
-        wholes: Mapping[Window, Sum],
-    ) -> dict[Window, WindowAudit]:
-        """Compare the outbox with Kafka, of which ``ids`` and ``wholes`` are the sums."""
-        found: dict[Window, WindowAudit] = {}
+    def _compare_sums(self, read: Readings) -> dict[Window, WindowAudit]:
+        """Compare the outbox with Kafka."""
+        ids, wholes = window_sums(read.cells)
+        in_tables = {*read.committed, *chain.from_iterable(read.unpublished), *read.scheduled, *read.written}
+        audited: dict[Window, WindowAudit] = {}
         known: dict[Window, Sum] = {}
-        for window in windows:
-            found[window] = one = WindowAudit(window, None, ids.get(window, NOTHING).events)
-            left = [found_in.get(window, NOTHING) for found_in in unpublished]
+        for window in with_applied([*in_tables, *ids], read.groups, read.applied):
+            audited[window] = one = WindowAudit(window, None, ids.get(window, NOTHING).events)
+            left = [table.get(window, NOTHING) for table in read.unpublished]
             one.waiting, one.dead, one.discarded = (part.events for part in left)
             one.sums["kafka"] = ids.get(window, NOTHING).hashes
             one.failed = (left[1] + left[2]).hashes
-            here = committed.get(window, Committed()) if self._coverage.archived(window) else None
+            here = read.committed.get(window, Committed()) if self._coverage.archived(window) else None
             published = ids.get(window, NOTHING) if here is None else here.ids
             if here is not None:
                 one.committed = sum((part.events for part in left), here.ids.events)
             if self._coverage.counted(window):
-                all_of_it = written.get(window, NOTHING)
+                all_of_it = read.written.get(window, NOTHING)
                 one.committed, one.sums["ledger"] = all_of_it.events, all_of_it.hashes
                 known[window] = sum(left, published)
             if self._coverage.lost(window):
                 one.state = EXPIRED
             elif here is not None and not (here.complete and here.wholes == wholes.get(window, NOTHING)):
                 one.state = DIFFERENT
-        for window in (differ := unlike(known, written, self._scope.former)):
-            if found[window].state != EXPIRED:
-                found[window].state = DIFFERENT
-        self.settled = known.keys() - differ
-        return found
+        for window in (differ := unlike(known, read.written, self._scope.former)):
+            if audited[window].state != EXPIRED:
+                audited[window].state = DIFFERENT
+        self.explained = known.keys() - differ
+        return audited
 
-    def _compare_groups(
-        self,
-        found: Mapping[Window, WindowAudit],
-        cells: Mapping[tuple[Partition, int], Cell],
-        groups: Sequence[Group],
-        applied: Mapping[tuple[str, int], Sum],
-    ) -> None:
-        for group in groups:
-            expected, waiting, unsure = expected_of(group, cells)
+    def _compare_groups(self, audited: Mapping[Window, WindowAudit], read: Readings) -> None:
+        for group in read.groups:
+            expected, waiting, unsure = expected_of(group, read.cells)
             totals: dict[int, Sum] = defaultdict(Sum)
             for window, of_window in expected.items():
                 totals[window.minute] += of_window
-            for window, one in found.items():
+            for window, one in audited.items():
                 if window.topic not in group.topics or one.state == EXPIRED or group.forgot(window.minute):
                     continue
-                here = applied.get((group.name, window.minute), NOTHING)
+                here = read.applied.get((group.name, window.minute), NOTHING)
                 count = one.groups[group.name] = GroupCount(None, waiting.get(window, 0))
                 if group.remembers:
                     mine = expected.get(window, NOTHING)
@@ -308,24 +300,24 @@ class _Comparison:
 
     # -- one by one
 
-    def _one_by_one(self, found: dict[Window, WindowAudit]) -> None:
+    def _one_by_one(self, audited: dict[Window, WindowAudit]) -> None:
         compared = 0
         # Of a topic that is gone too: its events are missing.
-        topics = sorted({place.topic for place in self._extents} | {window.topic for window in found})
-        for minutes in list(parts(found)):
+        topics = sorted({place.topic for place in self._extents} | {window.topic for window in audited})
+        for minutes in list(parts(audited)):
             # All topics of a minute: an event of another one may have come meanwhile.
             windows = [Window(topic, minute) for minute in minutes for topic in topics]
             for window in windows:
                 state = EXPIRED if self._coverage.lost(window) else EQUAL
-                found.setdefault(window, WindowAudit(window, None, 0, state=state))
-            count = sum(found[window].kafka for window in windows)
+                audited.setdefault(window, WindowAudit(window, None, 0, state=state))
+            count = sum(audited[window].kafka for window in windows)
             if compared and compared + count > _MOST_COMPARED:
                 self._audit.stop(_MOST_COMPARED, minutes[0])
                 return
             compared += count
-            self._compare(found, windows)
+            self._compare(audited, windows)
 
-    def _compare(self, found: Mapping[Window, WindowAudit], windows: Sequence[Window]) -> None:
+    def _compare(self, audited: Mapping[Window, WindowAudit], windows: Sequence[Window]) -> None:
         """Compare the events of these windows: all windows of their minutes."""
         new, _ = self._topics.since(self._extents)
         on_kafka = self._topics.events(windows, self._topics.spans({window.minute for window in windows}), new)
@@ -340,7 +332,7 @@ class _Comparison:
         self._look_again()
         accounted: dict[Window, tuple[Sum, bool]] = {}
         for window in windows:
-            one, records = found[window], on_kafka[window]
+            one, records = audited[window], on_kafka[window]
             known = set(archived[window]).union(*(ids[window] for ids in left))
             if self._coverage.lost(window):
                 one.state = EXPIRED
@@ -369,14 +361,16 @@ class _Comparison:
             # Without an archive, what is between the outbox and its readers may be under way.
             whole = self._coverage.archived(window) or not (one.waiting or window.topic in hides)
             accounted[window] = Sum(len(known), self._sum(known)), whole
-        self.settled |= {one for one in windows if self._coverage.counted(one) and not self._coverage.lost(one)}
-        for one, kind, text in unlike_ledger(found, accounted, written, self._coverage, self._scope.former, self._now):
-            self.uncounted[one.window] = kind
-            self.settled.discard(one.window)
+        self.explained |= {one for one in windows if self._coverage.counted(one) and not self._coverage.lost(one)}
+        for one, kind, text in unlike_ledger(
+            audited, accounted, written, self._coverage, self._scope.former, self._now
+        ):
+            self.ledger_differences[one.window] = kind
+            self.explained.discard(one.window)
             self._differ(one, kind, None, text)
-        windows = [window for window in windows if found[window].state != EXPIRED]
+        windows = [window for window in windows if audited[window].state != EXPIRED]
         for group, applied, excused in taken:
-            self._compare_group(found, windows, group, applied, excused, on_kafka, late)
+            self._compare_group(audited, windows, group, applied, excused, on_kafka, late)
 
     def _unarchived(
         self,
@@ -408,11 +402,15 @@ class _Comparison:
         for event_id, row in archived.items():
             records = on_kafka.get(event_id) or late.get(event_id) or ()
             if not records:
-                low = 0 if row.place is None else self._coverage.low.get(row.place, 0)
-                if self._coverage.cut(one.window) if row.place is None else (row.offset or 0) < low:
+                if row.place is None:
+                    was_deleted, is_hidden = self._coverage.cut(one.window), one.window.topic in hides
+                else:
+                    was_deleted = (row.offset or 0) < self._coverage.low.get(row.place, 0)
+                    is_hidden = row.offset in hidden.get(row.place, ())
+                if was_deleted:
                     deleted.add(event_id)
                     continue
-                if one.window.topic in hides if row.place is None else row.offset in hidden.get(row.place, ()):
+                if is_hidden:
                     one.waiting += 1
                     continue
                 where = "" if row.place is None else f", was at partition {row.place.number} offset {row.offset}"
@@ -443,7 +441,7 @@ class _Comparison:
 
     def _compare_group(
         self,
-        found: Mapping[Window, WindowAudit],
+        audited: Mapping[Window, WindowAudit],
         windows: Sequence[Window],
         group: Group,
         applied: set[bytes],
@@ -453,7 +451,7 @@ class _Comparison:
     ) -> None:
         mine = [one for one in windows if one.topic in group.topics and not group.forgot(one.minute)]
         for window in mine:
-            one = found[window]
+            one = audited[window]
             count = one.groups[group.name] = GroupCount(0 if group.remembers else None)
             for event_id, records in on_kafka[window].items():
                 passed = [record for record in records if record.offset < group.positions.get(record.place, 0)]
@@ -472,8 +470,8 @@ class _Comparison:
         for event_id in applied - known:
             minute = minute_of_id(event_id)
             here = next((one for one in mine if minute is None or one.minute == minute), None)
-            if here and all(found[Window(topic, here.minute)].state != EXPIRED for topic in group.topics):
-                self._differ(found[here], "unknown", event_id, "was applied, and is not on Kafka", group.name)
+            if here and all(audited[Window(topic, here.minute)].state != EXPIRED for topic in group.topics):
+                self._differ(audited[here], "unknown", event_id, "was applied, and is not on Kafka", group.name)
 
     def _sum(self, ids: Iterable[bytes]) -> int:
         return sum(hash_of(self._key, one) for one in ids) % MODULUS
@@ -483,9 +481,9 @@ class _Comparison:
         read = {place.topic for place in self._extents}
         return group.reads <= read and not any(self._topics.others[topic] for topic in group.topics)
 
-    def _order(self, misplaced: Sequence[Misplaced], found: Mapping[Window, WindowAudit]) -> None:
+    def _order(self, misplaced: Sequence[Misplaced], audited: Mapping[Window, WindowAudit]) -> None:
         for window, kind, event_id, text in out_of_order(misplaced):
-            if (one := found.get(window)) is not None and one.state != EXPIRED:
+            if (one := audited.get(window)) is not None and one.state != EXPIRED:
                 self._differ(one, kind, event_id, text)
 
     def _differ(

@@ -128,12 +128,14 @@ class Audit:
         self.notes.append(self.limit)
 
     def explain(
-        self, differ: Mapping[Window, str], settled: Container[Window], more: Audit, topics: Collection[str]
+        self, differ: Mapping[Window, str], explained: Container[Window], more: Audit, topics: Collection[str]
     ) -> None:
-        """Take back what the ledger alone has said of windows, with the kinds, where ``more`` has ``settled`` it, which
-        read ``topics`` too. What was found one by one stays, and what is repeated on these topics is added.
+        """Withdraw the differences that only the ledger reported where ``more`` has explained them.
+
+        ``differ`` has these windows, with the kinds; ``more`` is a second audit, which also read ``topics``.
+        What was found one by one stays, and what is repeated on these topics is added.
         """
-        windows = {window: kind for window, kind in differ.items() if window in settled}
+        windows = {window: kind for window, kind in differ.items() if window in explained}
         if more.limit is not None and len(windows) < len(differ):
             self.notes.append(more.limit)
         states = {one.window: one.state for one in more.windows}

@@ -48,7 +48,7 @@ NOTHING: Final = Sum()
 
 
 def unlike(known: Mapping[Window, Sum], written: Mapping[Window, Sum], former: Collection[str] = ()) -> list[Window]:
-    """Return the windows of which something else was written than is known.
+    """Return the windows whose ledger sums differ from what is known.
 
     None of a minute of which that is equal over all topics: then events went elsewhere, as routes have changed since.
     Topics that are ``former`` count only for that: none of them, one, or all, as some may be another outbox's.

@@ -12,8 +12,18 @@ from uuid import UUID
 import orjson
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_choice, require_reason, say
+from outbox._app.console import (
+    AsJson,
+    DatabaseUrl,
+    Reason,
+    print_json,
+    require_choice,
+    require_reason,
+    say,
+    say_if_more,
+)
 from outbox._app.settings import load
+from outbox._app.text import event_id_of
 from outbox._clients.counting import counted
 from outbox.consumer.admin import dead_letters as messages
 from outbox.consumer.postgres_errors import connect
@@ -94,6 +104,7 @@ def discard(
     aggregate_type: _Type = None,
     group: _Group = None,
     topic: _Topic = None,
+    cause: _Cause = None,
     everything: _All = False,
     drop_payload: Annotated[bool, typer.Option("--drop-payload", help="Keep no contents in the audit.")] = False,
     dry_run: _DryRun = False,
@@ -101,7 +112,7 @@ def discard(
 ) -> None:
     """Discard them for good; the audit keeps them. Events and messages behind them continue."""
     why = require_reason(reason, "why they may be lost", needed=not dry_run)
-    asked = _Asked(database_url, aggregate_type, group, topic, None, ids, everything, dry_run, as_json)
+    asked = _Asked(database_url, aggregate_type, group, topic, cause, ids, everything, dry_run, as_json)
     _of(side, asked).discard(why, keep_payload=not drop_payload)
 
 
@@ -139,7 +150,8 @@ class _Events:
 
     def list(self, limit: int) -> None:
         with self._opened() as letters:
-            failures = letters.list(events.Selection(aggregate_type=self._asked.aggregate_type), limit)
+            found = letters.list(events.Selection(aggregate_type=self._asked.aggregate_type), limit + 1)
+        failures = found[:limit]
         if self._asked.as_json:
             print_json({"failures": [_plain(failure) for failure in failures]})
             return
@@ -149,6 +161,7 @@ class _Events:
                 f"{failure['event_type'] or '?'}  {failure['state']}, {counted(failure['attempts'], 'attempt')}: "
                 f"{failure['last_error']}"
             )
+        say_if_more(len(found), limit)
         if not failures:
             say("no failed events")
 
@@ -234,7 +247,8 @@ class _Messages:
 
     def list(self, limit: int) -> None:
         with self._opened() as letters:
-            rows = [messages.readable(row) for row in letters.list(self._filtered(None), limit)]
+            found = letters.list(self._filtered(None), limit + 1)
+        rows = [messages.readable(row) for row in found[:limit]]
         if self._asked.as_json:
             print_json({"dead_letters": rows})
             return
@@ -245,8 +259,7 @@ class _Messages:
                 f"{row['reason']}, {row['state']}, {counted(row['attempts'], 'attempt')}: "
                 f"{row['error']}"
             )
-        if len(rows) == limit:
-            say(f"no more than {limit} are shown; see --limit")
+        say_if_more(len(found), limit)
         if not rows:
             say("no dead letters")
 
@@ -297,7 +310,10 @@ class _Messages:
         return self._filtered(found or None)
 
     def _filtered(self, ids: Sequence[int] | None) -> messages.Selection:
-        return messages.Selection(ids, self._asked.group, self._asked.topic, self._asked.cause)
+        cause = self._asked.cause
+        if cause is not None and cause not in messages.REASONS:
+            raise ConfigurationError(f"--cause {cause}: must be one of {', '.join(messages.REASONS)}")
+        return messages.Selection(ids, self._asked.group, self._asked.topic, cause)
 
 
 def _done(count: int, noun: str, done: str) -> str:
@@ -314,11 +330,8 @@ def _require_found(selection: messages.Selection, found: Sequence[int]) -> None:
 
 
 def _event_id(text: str) -> str:
-    try:
-        return str(UUID(text))
-    except ValueError:
-        hint = "; with --side consumer it is the number of a dead letter" if text.isdecimal() else ""
-        raise ConfigurationError(f"{text!r} is not an event id (a UUID){hint}") from None
+    hint = "; with --side consumer it is the number of a dead letter" if text.isdecimal() else ""
+    return str(event_id_of(text, hint))
 
 
 def _number(text: str) -> int:

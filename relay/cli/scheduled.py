@@ -7,7 +7,16 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, require_reason, table_console, text_table
+from outbox._app.console import (
+    AsJson,
+    DatabaseUrl,
+    Reason,
+    print_json,
+    require_reason,
+    say_if_more,
+    table_console,
+    text_table,
+)
 from outbox._app.text import time_text
 from relay.cli.session import outbox_session
 from relay.operations.scheduled import cancel as cancel_scheduled
@@ -25,7 +34,8 @@ def list_events(
 ) -> None:
     """List scheduled events in the order of their time."""
     with outbox_session(database_url, "scheduled") as (connection, settings):
-        rows = list_scheduled(connection, settings.db_schema, aggregate_type, limit)
+        found = list_scheduled(connection, settings.db_schema, aggregate_type, limit + 1)
+    rows = found[:limit]
     if as_json:
         print_json({"scheduled": [dict(row) for row in rows]})
         return
@@ -42,6 +52,7 @@ def list_events(
         for row in rows
     )
     table_console().print(text_table(("not before", "event", "aggregate", "type"), cells))
+    say_if_more(len(found), limit)
 
 
 @app.command()

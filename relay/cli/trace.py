@@ -8,7 +8,7 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, print_json, printable, table_console, text_table
+from outbox._app.console import AsJson, DatabaseUrl, print_json, printable, say_if_more, table_console, text_table
 from outbox._app.text import as_utc, time_text
 from outbox.errors import ConfigurationError
 from relay.cli.session import outbox_session
@@ -65,7 +65,8 @@ def _list(database_url: str | None, aggregate: str, limit: int, *, as_json: bool
     if not (kind and slash and key):
         raise ConfigurationError(f"--aggregate {aggregate}: must be TYPE/ID, such as Order/order-17")
     with outbox_session(database_url, "trace") as (connection, settings):
-        rows = of_key(connection, settings.db_schema, kind, key, limit)
+        found = of_key(connection, settings.db_schema, kind, key, limit + 1)
+    rows = found[:limit]
     if as_json:
         print_json({"events": rows})
         return
@@ -74,6 +75,7 @@ def _list(database_url: str | None, aggregate: str, limit: int, *, as_json: bool
         return
     cells = ((str(row["event_id"]), row["event_type"], time_text(row["created_at"]), row["state"]) for row in rows)
     table_console().print(text_table(("event", "type", "written", "state"), cells))
+    say_if_more(len(found), limit)
 
 
 def show(found: Found) -> None:

@@ -17,7 +17,12 @@ _ABSENT_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """The size of a turn in events of one lane, the time that publishing may take, and waits, all in seconds."""
+    """The size of turns, and the waits.
+
+    ``batch_size``: the most events of one lane in a turn. ``delivery_seconds``: how long publishing may take.
+    ``max_idle_seconds``: the longest wait for events. ``min_backoff_seconds``: the wait after a failure, which doubles
+    with each, up to ``max_backoff_seconds``.
+    """
 
     batch_size: int = 2000
     delivery_seconds: float = 0.0
@@ -90,7 +95,7 @@ class Lanes(dict[int, Lane]):
     """A worker's lanes by number."""
 
     @property
-    def unsettled(self) -> bool:
+    def has_unsettled(self) -> bool:
         """Whether events are published and may not be settled. Thread-safe."""
         return any(lane.unsettled for lane in list(self.values()))
 

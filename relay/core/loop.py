@@ -342,7 +342,7 @@ class WorkerLoop:
 
     def _handle_failed(self, failed: Mapping[int, OutboxError], least_seconds: float = 0.0) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
-        by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
+        by_text: dict[str, list[tuple[OutboxError, int, float]]] = {}
         for number, error in failed.items():
             if (lane := self.lanes.get(number)) is None:
                 continue
@@ -352,9 +352,10 @@ class WorkerLoop:
                 self._drop(number, clean=False, lost=True)
                 continue
             delay = lane.backoff.failed(least_seconds)
-            by_text.setdefault(str(error), (error, [], delay))[1].append(number)
-        for error, lanes, delay in by_text.values():
-            self._observer.unavailable(lanes, error, delay)
+            by_text.setdefault(str(error), []).append((error, number, delay))
+        for same in by_text.values():
+            errors, numbers, delays = zip(*same, strict=True)
+            self._observer.unavailable(numbers, errors[0], max(delays))
 
     # What became of a turn
 
@@ -362,7 +363,7 @@ class WorkerLoop:
         """Record what became of the events. Returns the lanes for which that has failed."""
         published: dict[int, UnsettledBatch] = {}
         for number, receipt in sent.receipts.items():
-            lane = self.lanes.get(number) if receipt.published.batch is None else None
+            lane = self.lanes.get(number) if receipt.published.number is None else None
             if lane is not None and receipt.published:
                 published[number] = receipt.published
                 # The turn before may or may not be settled by now.
@@ -429,7 +430,7 @@ class WorkerLoop:
     def _back_off(self, error: Exception) -> None:
         self.has_session = self._source is not None
         self._close()
-        if self.has_session and self.lanes.unsettled and not isinstance(error, BrokerUnavailable):
+        if self.has_session and self.lanes.has_unsettled and not isinstance(error, BrokerUnavailable):
             # Kafka can be reached. Another relay would send again what can't be settled.
             self.failing_since = None
         elif self.failing_since is None:
@@ -464,7 +465,7 @@ class WorkerLoop:
     def _finish(self) -> None:
         """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""
         try:
-            if self.lanes.unsettled:
+            if self.lanes.has_unsettled:
                 self._opened(last=True)
             self._let_go(list(self.lanes))
         except (Unavailable, SchemaError) as error:

@@ -78,22 +78,22 @@ class RecordMetadata(NamedTuple):
 class UnsettledBatch:
     """Events of a lane that Kafka has acknowledged and Postgres has not settled, in order.
 
-    They are of one turn, or of two (``then``). ``records`` are their places on Kafka, if they were requested; ``batch``
-    is the lane's batch number, as in its marker; None if they were sent without a transaction. Columns, not an object
-    for each event: a relay settles tens of thousands a second.
+    They are of one turn, or of two (``then``). ``records`` are their places on Kafka, if they were requested.
+    ``number`` is that of the lane's batch, as in its marker; None if they were sent without a transaction. Columns, not
+    an object for each event: a relay settles tens of thousands a second.
     """
 
     rows: Sequence[Claim] = ()
     records: Sequence[RecordMetadata | None] = ()
-    batch: int | None = None
+    number: int | None = None
 
     def part(self, start: int, stop: int | None = None) -> UnsettledBatch:
-        return UnsettledBatch(self.rows[start:stop], self.records[start:stop], self.batch)
+        return UnsettledBatch(self.rows[start:stop], self.records[start:stop], self.number)
 
     def then(self, later: UnsettledBatch) -> UnsettledBatch:
         """Return the events of two turns, neither of which is in a Kafka transaction."""
-        assert self.batch is None
-        assert later.batch is None
+        assert self.number is None
+        assert later.number is None
         return UnsettledBatch([*self.rows, *later.rows], [*self.records, *later.records])
 
     @property
@@ -105,10 +105,10 @@ class UnsettledBatch:
     def covers(self, other: UnsettledBatch) -> bool:
         """Return whether these include all rows of the other, of the same Kafka transaction if there is one."""
         rows = {claim.position for claim in self.rows}
-        return bool(rows) and self.batch == other.batch and all(claim.position in rows for claim in other.rows)
+        return bool(rows) and self.number == other.number and all(claim.position in rows for claim in other.rows)
 
     def __bool__(self) -> bool:
-        return bool(self.rows) or self.batch is not None
+        return bool(self.rows) or self.number is not None
 
 
 NOTHING: Final = UnsettledBatch()
@@ -193,10 +193,6 @@ class LaneLocked(DatabaseUnavailable):
         super().__init__(
             f"lane {lane}: another session has its row in the table of lanes locked; find it in pg_stat_activity"
         )
-
-
-LOCKED_SECONDS: Final = (0.01, 0.02, 0.04)
-"""The waits before a lane whose row is locked is given up for this turn: a renewal of our own locks it for a moment."""
 
 
 class StandingError(SchemaError):

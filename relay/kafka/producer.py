@@ -227,13 +227,13 @@ class BatchProducer:
                 continue
             self._poll()
 
-    def acknowledged(self, lane: int, batch: int | None = None) -> UnsettledBatch:
-        """Return the sent events of a lane that did not fail, as those of its batch number; call it after ``drain``."""
+    def acknowledged(self, lane: int, number: int | None = None) -> UnsettledBatch:
+        """Return the sent events of a lane that did not fail, as its batch of that number; call it after ``drain``."""
         sent, failed, records = self.sent.get(lane, ()), self._failed, self._records
         if records is not None:
             sent = [claim for claim in sent if claim.position in records]
-            return UnsettledBatch(sent, [records[claim.position] for claim in sent], batch)
-        return UnsettledBatch([claim for claim in sent if claim.position not in failed] if failed else sent, (), batch)
+            return UnsettledBatch(sent, [records[claim.position] for claim in sent], number)
+        return UnsettledBatch([claim for claim in sent if claim.position not in failed] if failed else sent, (), number)
 
     def refused_by_broker(self) -> dict[int, list[Refusal]]:
         """Return the events whose report is a refusal; all events of a request may have it."""

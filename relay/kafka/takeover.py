@@ -34,10 +34,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outbox.errors import OutboxError, SchemaError
-from relay.core.lease import Lease
+from relay.core.lease import LOCKED_SECONDS, Lease
 from relay.core.marker import Identity, Marker, StateLost, check_origin
 from relay.core.ports import (
-    LOCKED_SECONDS,
     IdBusy,
     LaneLocked,
     LaneLost,

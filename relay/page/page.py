@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
-from uuid import UUID
 
 import psycopg
 import structlog
@@ -262,14 +261,6 @@ class Page:
             return reading(), None
         except OutboxError as error:
             return None, str(error)
-
-
-def event_id_of(text: str) -> UUID:
-    """Return an event id. Raises ConfigurationError."""
-    try:
-        return UUID(text)
-    except ValueError:
-        raise ConfigurationError(f"{text!r} is not an event id (a UUID)") from None
 
 
 def number_of(text: str | None, problem: str = DAMAGED_LINK) -> int | None:

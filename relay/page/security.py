@@ -126,7 +126,7 @@ def from_proxy(secret: str, user_header: str) -> Authenticate:
 class Access:
     """How the page knows its users: a token or ``authenticate``.
 
-    token          a secret: a user who opens ``/?token=…`` is an admin. So is the first with a ``one_time_token``.
+    token          a secret: a user who opens ``/?token=…`` is an admin. So is whoever first uses a ``one_time_token``.
     authenticate   a function of the host application, or ``from_proxy``.
     read_only      no user is an admin.
     secret         signs the forms; a host application with several processes gives all of them the same.

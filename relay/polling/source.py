@@ -201,7 +201,7 @@ class PollingSource(Source):
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         failed = self.settlement.finish()
-        unsettled = [lane for lane in self.settlement.unsettled if lane in set(lanes) and lane not in failed]
+        unsettled = [lane for lane in self.settlement.unsettled_lanes if lane in set(lanes) and lane not in failed]
         if not unsettled:
             return failed
         self.session.free()
@@ -261,7 +261,7 @@ class PollingSource(Source):
         about = [held for lane, held in self.settlement.lanes.items() if held.pending or lane in lanes]
         if all(held.own_id is not None for held in about):
             return Settling.BEFORE_COMMIT
-        if any(held.own_id is not None or held.pending.batch is not None for held in about):
+        if any(held.own_id is not None or held.pending.number is not None for held in about):
             return Settling.FIRST
         renews = any(self.settlement.prolongs(held.lease.lane) for held in about)
         return Settling.FIRST if renews else Settling.MEANWHILE
@@ -288,9 +288,8 @@ class PollingSource(Source):
         """Decide when to settle the previous turn, now that it is known what this one has."""
         batches = turn.batches
         # Of exactly-once, a lane that was given up is settled by its marker when it is taken over again.
-        unsettled = {
-            lane for lane in self.settlement.unsettled if lane in limits or self.settlement.lanes[lane].own_id is None
-        }
+        held = self.settlement.lanes
+        unsettled = {lane for lane in self.settlement.unsettled_lanes if lane in limits or held[lane].own_id is None}
         first = turn._replace(settled=sorted(batches.keys() | unsettled))
         if turn.backlog or not batches:
             return first
@@ -312,7 +311,7 @@ class PollingSource(Source):
                 assert_never(plan.settling)
 
     def _in_hand(self) -> Batches:
-        return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
+        return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled_lanes}
 
     # Reading ahead
 

@@ -56,9 +56,8 @@ from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lane import listed
-from relay.core.lease import Lease
+from relay.core.lease import LOCKED_SECONDS, Lease
 from relay.core.ports import (
-    LOCKED_SECONDS,
     NOTHING,
     Claim,
     DatabaseUnavailable,
@@ -180,7 +179,7 @@ class Settlement:
         self.lanes.pop(lane, None)
 
     @property
-    def unsettled(self) -> Collection[int]:
+    def unsettled_lanes(self) -> Collection[int]:
         return [lane for lane, settled in self.lanes.items() if settled.pending]
 
     def prolongs(self, lane: int) -> bool:
@@ -198,7 +197,7 @@ class Settlement:
             "ttl": held[0].lease.ttl_seconds if held else 0.0,
             **lease_values([lane.lease for lane in held]),
             "expected": array([lane.expected for lane in held]),
-            "batches": array([part.batch for part in pending]),
+            "batches": array([part.number for part in pending]),
             "lsns": array([part.commit_lsn for part in pending]),
             "own_ids": [lane.own_id for lane in held],
             "versions": _versions(held),
@@ -344,7 +343,7 @@ class Settlement:
         """Return the error for a lane that another relay has taken."""
         held = self.lanes[lane]
         text = f"lane {lane}: epoch {held.lease.epoch} of {held.lease.owner} is over, another relay has taken the lane"
-        unsettled = len(held.pending.rows) if held.pending.batch is None else 0
+        unsettled = len(held.pending.rows) if held.pending.number is None else 0
         if unsettled:
             text += f"; the {counted(unsettled, 'event')} just published will be published again by it"
         return LaneLost(text)
@@ -369,7 +368,7 @@ class Settlement:
 
     def _writes(self, lane: SettledLane) -> bool:
         pending = lane.pending
-        return pending.batch is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
+        return pending.number is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
     def _new(self, lanes: Collection[int], *, by_number: bool = False, missing: Sequence[int] = ()) -> RunningStatement:
         written = {lane for lane in lanes if self._writes(self.lanes[lane])}
@@ -429,8 +428,8 @@ class Settlement:
 
     def _forget_pending(self, settled: SettledLane) -> None:
         pending, settled.pending = settled.pending, NOTHING
-        if pending.batch is not None:
-            settled.expected = pending.batch
+        if pending.number is not None:
+            settled.expected = pending.number
         if pending:
             self._on_settled(settled.lease.lane, pending)
 

@@ -201,7 +201,7 @@ class StreamReader:
         If there is nothing to settle, this only reads: events from the WAL are durable, and a commit could wait for a
         standby.
         """
-        settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
+        settled = sorted({*self._settlement.unsettled_lanes, *filter(self._settlement.prolongs, announced)})
         checked = [lane for lane in announced if lane not in set(settled)]
         going = self._in_hand(announced) if ahead is None else ahead.in_hand
         reads = bool(announced) and ahead is None

@@ -147,7 +147,7 @@ class Producer:
                 batch = kafka.markers[lane].batch + 1
                 kafka.markers[lane] = self._marker(lane, batch, sent)
                 kafka.published += sent
-            receipts[lane] = Receipt(UnsettledBatch(sent, batch=batch), refused)
+            receipts[lane] = Receipt(UnsettledBatch(sent, number=batch), refused)
         if failure := kafka.fail("after"):
             # Committed, and nobody knows.
             return Failed(failure)

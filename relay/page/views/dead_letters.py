@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outbox._app.text import event_id_of
 from outbox._clients.counting import counted
 from outbox.consumer.admin import page as consumer_pages
 from outbox.consumer.admin.dead_letters import DeadLetters as MessageDeadLetters
@@ -18,7 +19,7 @@ from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letters import COUNTS, DeadLetters, FailureCursor, Filter, Selection
 from relay.page.api import CONFIRMED, MANY, REASON, Rows, View
-from relay.page.page import DAMAGED_LINK, Form, Page, event_id_of, number_of, time_of
+from relay.page.page import DAMAGED_LINK, Form, Page, number_of, time_of
 
 _CONTENTS: Final = frozenset({"payload", "payload_bytes", "headers", "key", "key_encoding", "value", "value_encoding"})
 

@@ -8,11 +8,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from outbox._app.text import event_id_of
 from outbox.errors import ConfigurationError
 from relay.operations.event_search import Contents, EventCursor, EventSearch, EventState
 from relay.operations.trace import of_key
 from relay.page.api import Rows, View
-from relay.page.page import Page, event_id_of, number_of, time_of
+from relay.page.page import Page, number_of, time_of
 from relay.pipeline.trace import Found, Step, find_event
 
 _KEY_EVENTS = 200

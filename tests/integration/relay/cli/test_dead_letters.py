@@ -43,7 +43,7 @@ def numbers(command, *options: str) -> list[int]:
 def test_each_side_lists_and_shows_its_own(command):
     listed = json.loads(command("dead-letters list --json")[1])["failures"]
     assert [row["event_id"] for row in listed] == IDS
-    assert len(command("dead-letters list --aggregate-type Order --limit 1")[1].splitlines()) == 1
+    assert len(command("dead-letters list --aggregate-type Order")[1].splitlines()) == 2
     assert json.loads(command(f"dead-letters show {IDS[0]}")[1])["event_id"] == IDS[0]
     assert command("dead-letters retry --all --dry-run")[1].endswith("3 dead letters\n")
     assert len(numbers(command)) == 3
@@ -54,7 +54,28 @@ def test_each_side_lists_and_shows_its_own(command):
         assert (status, stdout, unknown.split()[0] in stderr) == (1, "", True)
 
 
+@pytest.mark.parametrize("side", ["relay", "consumer"])
+def test_a_list_says_if_there_are_more(command, side):
+    """Not if there are as many as may be shown."""
+    for limit in range(1, 5):
+        shown = command(f"dead-letters list --side {side} --limit {limit}")[1].splitlines()
+        noted = ["there are more; see --limit"] if limit < 3 else []
+        assert (len(shown[: min(limit, 3)]), shown[min(limit, 3) :]) == (min(limit, 3), noted)
+        (listed,) = json.loads(command(f"dead-letters list --side {side} --limit {limit} --json")[1]).values()
+        assert len(listed) == min(limit, 3)
+
+
+def test_messages_of_one_cause_are_discarded(command):
+    assert command("dead-letters discard --side consumer --all --cause failed --reason x")[1] == (
+        "2 messages were discarded\n"
+    )
+    assert numbers(command) == numbers(command, "--cause undecodable") == [1]
+
+
 REFUSED = {
+    "list --side consumer --cause foo": "--cause foo: must be one of undecodable, no-id,",
+    "discard --side consumer --all --cause foo --reason x": "--cause foo: must be one of undecodable, no-id,",
+    "discard --all --cause failed --reason x": "--cause has no meaning with --side relay; give --side consumer",
     "list --group orders": "--group has no meaning with --side relay; give --side consumer",
     "list --side consumer --aggregate-type Order": "--aggregate-type has no meaning with --side consumer",
     "retry --side consumer --all --dry-run": "--dry-run has no meaning with --side consumer",

@@ -8,7 +8,8 @@ from polling_support import add, polling, table
 from support import backlog
 
 from outbox._app.settings import FailureSettings
-from relay.core.ports import LOCKED_SECONDS, Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
+from relay.core.lease import LOCKED_SECONDS
+from relay.core.ports import Claim, Fetched, LaneLocked, Receipt, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.kafka.takeover import Takeover
@@ -35,7 +36,7 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
         assert left == [(1,)]
         with pytest.raises(LaneLocked):
             source.store.adopt(leases[1], None, "own")
-        assert source.settlement.unsettled == [1]
+        assert source.settlement.unsettled_lanes == [1]
     third = source.fetch(limits)
     assert (third.batches, third.failed) == ({}, {})
     assert backlog(outbox_postgres.url) == 0

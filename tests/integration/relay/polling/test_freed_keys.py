@@ -79,7 +79,7 @@ class Relay:
             number_of_batch = None
             if self._once and published:
                 number_of_batch = self._batches[lane] = (self._batches[lane] or 0) + 1
-            receipts[lane] = Receipt(UnsettledBatch(published, batch=number_of_batch), refused)
+            receipts[lane] = Receipt(UnsettledBatch(published, number=number_of_batch), refused)
         assert self.source.settle(receipts) == {}
         return count
 

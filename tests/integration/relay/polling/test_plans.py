@@ -260,7 +260,7 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
     def turns(first: int, count: int) -> None:
         for batch in range(first, first + count):
             for lane in settlement.lanes.values():
-                lane.pending = UnsettledBatch(batch=batch)
+                lane.pending = UnsettledBatch(number=batch)
             assert settlement.settle(range(4)) == {}
 
     def lanes_blocks(query: Any, values: dict[str, Any] | None = None) -> int:
@@ -293,7 +293,7 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
     assert all(lease.remaining_seconds > 500 for lease in leases)
     admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 3")
     for lane in settlement.lanes.values():
-        lane.pending = UnsettledBatch(batch=1005)
+        lane.pending = UnsettledBatch(number=1005)
     assert {lane: type(error) for lane, error in settlement.settle(range(4)).items()} == {3: LaneLost}
     assert admin.execute("SELECT lane, last_batch FROM outbox.lanes ORDER BY lane").fetchall() == [
         (0, 1005),

@@ -79,7 +79,7 @@ def test_batches_are_counted_as_they_are_settled(lane):
     adopt(source, marker(source, 1))
     for batch in (2, 3):
         lane.add("a")
-        source.settle(Receipt(UnsettledBatch(source.fetch(10), batch=batch)))
+        source.settle(Receipt(UnsettledBatch(source.fetch(10), number=batch)))
         assert lane.batches() == {0: batch - 1}
         source.fetch(10)
         assert lane.batches() == {0: batch}

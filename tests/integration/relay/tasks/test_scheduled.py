@@ -455,6 +455,9 @@ def test_what_operators_see_and_do(outbox_postgres, outbox_kafka, outbox_relay, 
     assert "scheduled" in shown
     assert "is not published before" in shown
     assert run("trace", "--aggregate", f"{kind}/k").count("scheduled") == 2
+    # The limit of a list is said if it has cut it.
+    for listed, count in ((["trace", "--aggregate", f"{kind}/k"], 2), (["scheduled", "list"], 3)):
+        assert [run(*listed, "--limit", str(n)).count("there are more") for n in (1, count - 1, count)] == [1, 1, 0]
     assert "reason" in run("scheduled", "cancel", str(wrong), status=2)
     run("scheduled", "cancel", str(wrong), "--reason", "a mistake")
     assert "Nothing was changed" in run("scheduled", "cancel", str(wrong), "--reason", "again", status=1)

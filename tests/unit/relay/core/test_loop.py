@@ -176,7 +176,7 @@ def test_what_a_marker_settles_is_not_settled_again():
     """The lane is taken over anew instead, which settles what its marker names."""
 
     def committed(batches: Batches) -> Sent:
-        return Completed({lane: Receipt(UnsettledBatch(claims, batch=7)) for lane, claims in batches.items()})
+        return Completed({lane: Receipt(UnsettledBatch(claims, number=7)) for lane, claims in batches.items()})
 
     world = World({0: [1, 2], 1: [3]}, committed)
     world.table.fail_settle.append(Unavailable("database gone"))

@@ -127,6 +127,24 @@ def test_lanes_with_the_same_trouble_are_told_of_together():
     assert world.watcher.seen[0] == "unavailable [1, 3] no leader"
 
 
+def test_of_lanes_with_the_same_trouble_the_longest_wait_is_told():
+    world = World({lane: [lane + 1] for lane in (1, 3)})
+    world.broker.fail_join = {lane: [BrokerUnavailable("no leader")] * 2 for lane in (1, 3)}
+    told = world.watcher.unavailable
+
+    def unavailable(lanes: Collection[int], error: Exception, seconds: float) -> None:
+        told(lanes, error, seconds)
+        if len(world.watcher.waits) == 1:
+            # A lane that was taken again begins with the shortest wait.
+            world.held.give([Lease(1, 2, 60.0, uptime())])
+        world.clock.sleep(1.0)
+
+    world.watcher.unavailable = unavailable
+    world.run()
+    assert world.watcher.seen[:2] == ["unavailable [1, 3] no leader"] * 2
+    assert world.watcher.waits == [0.001, 0.002]
+
+
 @pytest.mark.parametrize("where", ["fetching", "settling"])
 def test_a_lane_that_fails_is_taken_over_again_while_the_others_go_on(where):
     rows = spread(3, 8)

@@ -86,7 +86,7 @@ def test_a_lane_that_could_not_be_settled_behind_is_settled_with_both_turns_and_
 
 def in_transactions(batches: Batches) -> Sent:
     """A turn is a transaction, whose number is of no matter here."""
-    return Completed({lane: Receipt(UnsettledBatch(claims, batch=1)) for lane, claims in batches.items()})
+    return Completed({lane: Receipt(UnsettledBatch(claims, number=1)) for lane, claims in batches.items()})
 
 
 def test_turns_that_are_sent_before_they_are_confirmed():

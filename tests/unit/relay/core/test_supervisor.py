@@ -180,7 +180,7 @@ def test_lanes_of_the_stream_are_left_together_when_all_they_published_is_settle
     supervisor._components = replace(supervisor._components, all_lanes=lambda _leases: None)
     loop = supervisor._worker.loop
     loop.failing_since = time.monotonic() - 1000.0
-    lane = loop.lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(batch=1))
+    lane = loop.lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(number=1))
     for unsettled in (True, False):
         lane.unsettled = lane.unsettled if unsettled else NOTHING
         table = Table({"me": LANES, "other": 0})
@@ -193,7 +193,7 @@ def test_lanes_of_the_stream_are_left_when_no_session_can_be_had_to_settle_them(
     supervisor._components = replace(supervisor._components, all_lanes=lambda _leases: None)
     loop = supervisor._worker.loop
     loop.failing_since, loop.has_session = time.monotonic() - 1000.0, False
-    loop.lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(batch=1))
+    loop.lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(number=1))
     supervisor._balance(Table({"me": LANES, "other": 0}))
     assert len(supervisor._held.recalled) == LANES
 
