@@ -125,7 +125,8 @@ class Reconciler:
         self._connect = Connector(self._url, "outbox relay reconcile")
         self._prefix = f"{settings.name}.relay."
         self._own = f"{self._prefix}reconcile-{uuid.uuid4()}"
-        self._archive = settings.relay.archive_days > 0
+        self._archive_days = settings.relay.archive_days
+        self._archive = self._archive_days > 0
         self._schema = settings.db_schema
         self._source = settings.ce_source
         self._router = build_router(settings)

@@ -26,6 +26,10 @@ ARCHIVED: Final = """
 SELECT min({created_at}), array_agg(DISTINCT topic) FILTER (WHERE topic IS NOT NULL)
   FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
 
+# Retention deletes what is older; so it may have deleted all.
+ARCHIVE_FROM: Final = """
+SELECT coalesce(min(published_at), clock_timestamp() - make_interval(days => %(days)s)) FROM {published}"""
+
 RELAYS: Final = "SELECT count(*) FROM {relays} WHERE {alive}"
 
 # A relay that takes, renews or releases a lane changes its row.
@@ -37,7 +41,8 @@ SELECT l::text, lane, owner, lease_until::text, lease_until >= clock_timestamp()
 # What reconcile and this have settled without an archive is in the audit only.
 LOST: Final = """
 SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s."offset", s.at,
-       s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s
+       s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s,
+       %(known)s::timestamptz IS NULL OR s.at >= %(known)s
   FROM pg_temp.outbox_recover AS s
  WHERE s.ours AND s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s
    AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = s.event_id)
@@ -120,7 +125,8 @@ SELECT r.lane, r.id, r.event_id::text, NOT {there} AS superseded,
        {there} OR r.until IS NOT NULL AND r.mark = '' AND EXISTS (
            SELECT FROM unnest(%(types)s::text[], %(topics)s::text[]) AS c(aggregate_type, topic)
              JOIN pg_temp.outbox_recover AS s USING (topic)
-            WHERE c.aggregate_type = r.aggregate_type AND hashtextextended(s.key, 0) = hashtextextended(r.aggregate_id, 0)
+            WHERE c.aggregate_type = r.aggregate_type
+              AND hashtextextended(s.key, 0) = hashtextextended(r.aggregate_id, 0)
               AND s.key = r.aggregate_id AND s.ours AND NOT s.copy
               AND s.at > r.until + interval '1 minute') AS found
   FROM (SELECT {lane} AS lane, id, event_id, aggregate_type, aggregate_id, {until} AS until,
