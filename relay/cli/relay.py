@@ -71,7 +71,9 @@ def run(
         topics = None if create_topics is None else str(create_topics).lower()
         given = {"DATABASE_URL": database_url, "CREATE_TOPICS": topics, "LOG_FORMAT": log_format}
         more = {f"OUTBOX_{name}": value for name, value in given.items() if value is not None}
-        raise typer.Exit(run_workers(workers, os.environ | more))
+        # NAME_FILE is the same setting as NAME, and both are refused.
+        kept = {name: value for name, value in os.environ.items() if name.upper().removesuffix("_FILE") not in more}
+        raise typer.Exit(run_workers(workers, kept | more))
     tracing.configure("outbox-relay")
     stop, abandon = Stopping(), Stopping()
     if worker is not None:
