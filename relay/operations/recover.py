@@ -355,7 +355,7 @@ class Recovery(Reconciler):
             if held:
                 raise OperationRefused(
                     f"{owner} holds lane {lane} until {lease_until}: {before}. Stop it, or wait until then, and run "
-                    f"this again; if it is gone for good: `outbox relay release {lane}`"
+                    f"this again; if it is gone for good: `outbox relay release {lane} --reason '…'`"
                 )
         if [row[:1] for row in lanes] != list(self._seen):
             raise OperationRefused(

@@ -187,7 +187,7 @@ def test_nothing_is_put_back_beside_a_relay(restored):
     since = dt.datetime.fromisoformat(restored.since + "+00:00")
     refused = {
         "UPDATE outbox.lanes SET owner = 'r', lease_until = 'infinity' WHERE lane = 2": (
-            "r holds lane 2 until .*`outbox relay release 2`",
+            "r holds lane 2 until .*`outbox relay release 2 --reason '…'`",
             "UPDATE outbox.lanes SET owner = NULL, lease_until = '-infinity' WHERE lane = 2",
         ),
         "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')": (
