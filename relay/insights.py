@@ -202,7 +202,7 @@ class OutboxState:
         found = [f"{table} can't be read: {why}" for table, why in self.hidden.items()]
         for one in self.pauses:
             missing = f". Unconfirmed by: {', '.join(one.unconfirmed)}" if one.unconfirmed else ""
-            found.append(f"{one}; `outbox relay resume` ends it{missing}")
+            found.append(f"{one}; `outbox relay resume{one.scope.option}` ends it{missing}")
         if not self.counted:
             found.append(
                 f"the waiting events could not be counted within {_STATEMENT_SECONDS} s, so their age is unknown: does "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,15 +31,42 @@ _BEGIN: Final = "0" * 64
 def write(path: Path, found: Audit, scope: Scope, settings: Settings) -> str:
     """Write a certificate, and return the hash of its last line.
 
-    Raises OperationRefused if there are differences, and if there is nothing to be certified.
+    Raises OperationRefused if there are differences, and if there is nothing to be certified; ConfigurationError if the
+    file can't be written.
     """
     if found.differs:
         raise OperationRefused("no certificate was written: the audit found differences")
     lines = list(_lines(found, scope, settings))
     if len(lines) < 3:
         raise OperationRefused("no certificate was written: no minute is known to be equal; the audit's notes say why")
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    _replace(path, b"".join(line + b"\n" for line in lines))
     return hashlib.sha256(lines[-1]).hexdigest()
+
+
+def require_writable(path: Path) -> None:
+    """Raise ConfigurationError if no file can be written there, as far as its directory shows."""
+    directory = path.resolve().parent
+    if path.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        what = "it is a directory" if path.is_dir() else f"{directory} is no directory, or is not writable"
+        raise ConfigurationError(f"no certificate can be written to {path}: {what}")
+
+
+def _replace(path: Path, contents: bytes) -> None:
+    """Write a file as a whole: an error leaves the one that was there."""
+    target = path.resolve()
+    # What is no file, such as a pipe, can't be replaced.
+    written = target.with_name(f".{target.name}.{os.getpid()}") if target.is_file() or not target.exists() else target
+    try:
+        try:
+            written.write_bytes(contents)
+            if written != target:
+                written.replace(target)
+        except OSError:
+            if written != target:
+                written.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigurationError(f"no certificate was written to {path}: {error.strerror}") from error
 
 
 def read(path: Path, digest: str | None = None) -> tuple[list[dict[str, Any]], str]:

@@ -31,7 +31,7 @@ from relay.operations.audit import note
 from relay.settle.statements import names_of
 from relay.tasks.archive import MOST_OVERDUE_DAYS
 
-_LEAST_DAYS: Final = 7
+LEAST_DAYS: Final = 7
 
 # All writers wait behind a change that waits for one of them, and behind a client that is stopped in it.
 _LOCK_TIMEOUT: Final = "5s"
@@ -182,14 +182,17 @@ def turn_off(connection: psycopg.Connection[Any], schema: str, reason: str | Non
         note(connection, names, "ledger off", reason, {})
 
 
-def prune(connection: psycopg.Connection[Any], schema: str, days: int, *, force: bool = False) -> bool:
+def prune(
+    connection: psycopg.Connection[Any], schema: str, days: int, *, force: bool = False, dry_run: bool = False
+) -> bool:
     """Add up the rows of one minute, and delete those of more than ``days`` ago, but none of the last week.
 
     In steps, each in its own transaction, as ``connection`` is in autocommit: what an error leaves is done by the next
     run, and so is what is left of a minute whose rows are in two steps.
 
-    Returns whether the ledger is on. Without ``force``, raises OperationRefused when these expired too long ago, as for
-    the archive; the rows of one minute are added up all the same. Raises Unavailable and SchemaError.
+    Returns whether the ledger is on; with ``dry_run`` that is all. Without ``force``, raises OperationRefused when
+    these expired too long ago, as for the archive; the rows of one minute are added up all the same. Raises Unavailable
+    and SchemaError.
     """
     names = _names(schema, connection)
 
@@ -200,7 +203,9 @@ def prune(connection: psycopg.Connection[Any], schema: str, days: int, *, force:
     with unavailable_on_error("adding up the ledger"):
         if not _exists(connection, schema):
             return False
-        bound = {"days": max(days, _LEAST_DAYS)}
+        if dry_run:
+            return True
+        bound = {"days": max(days, LEAST_DAYS)}
         ((cut, overdue),) = connection.execute(sql.SQL(_OVERDUE).format(**names), bound).fetchall()
         held_back = overdue is not None and overdue > MOST_OVERDUE_DAYS and not force
         # What has no old rows is complete since then as before.

@@ -67,6 +67,8 @@ def audit(
             raise ConfigurationError("--follow goes with --since and --partial only")
         _follow(settings, scope)
         return
+    if certificate is not None:
+        certificates.require_writable(certificate)
     found = audit(settings, scope)
     if as_json:
         print_json(_as_dict(found))

@@ -12,8 +12,8 @@ import typer
 from outbox._app.console import AsJson, DatabaseUrl, Reason, print_json, say
 from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError, OperationRefused
+from relay.audit.ledger import LEAST_DAYS, turn_off, turn_on
 from relay.audit.ledger import prune as prune_ledger
-from relay.audit.ledger import turn_off, turn_on
 from relay.config import Settings, SourceKind, load
 from relay.database import Connector
 from relay.operations.roles import USUAL, RoleKind, grants, limits
@@ -179,15 +179,20 @@ def prune(
     keep = load().relay.archive_days if days is None else days
 
     def keep_ledger() -> bool:
-        if dry_run:
-            return False
         with closing(connect()) as connection:
-            return prune_ledger(connection, name, keep, force=force)
+            return prune_ledger(connection, name, keep, force=force, dry_run=dry_run)
 
     if days is None and keep == 0:
         if not keep_ledger():
             raise ConfigurationError("no number of days to keep: set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
-        typer.echo("the ledger was added up; there is no archive to keep")
+        if as_json:
+            print_json({"dry_run": dry_run, "ledger_days": LEAST_DAYS})
+        else:
+            was = "would be" if dry_run else "was"
+            typer.echo(
+                f"the ledger {was} added up, without its rows from more than {LEAST_DAYS} days ago; there is no "
+                "archive to keep"
+            )
         return
     plan = Retention(connect, name, keep).prune(dry_run=dry_run, force=force)
     if as_json:
@@ -204,7 +209,8 @@ def prune(
     else:
         _print_plan(plan, dry_run=dry_run, force=force)
     # Only now, as a clock that is wrong is found out by the archive too.
-    keep_ledger()
+    if not dry_run:
+        keep_ledger()
 
 
 def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:

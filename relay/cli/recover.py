@@ -64,6 +64,7 @@ def recover(
             {
                 "records": found.records,
                 **{name: [event._asdict() for event in getattr(found, name)] for name in _EVENTS},
+                "archived_from": found.archived_from,
                 "expired": found.expired,
                 "settled": {str(lane): rows for lane, rows in done.settled.items()},
                 "changed": found.changed,
@@ -98,9 +99,7 @@ def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
         running = counted(found.relays, "relay")
         say(f"  {running} running: without an archive, give --until, the time when the first one started")
     say(f"Kafka has, and Postgres has lost: {_events(found.lost)}")
-    if found.unsure:
-        say(f"  and perhaps, from within a minute of the point: {_events(found.unsure)}")
-        say("  only an archive shows whether these were settled before it")
+    _print_unsure(found)
     say(f"Postgres has, and Kafka has lost: {_events(found.missing)}")
     if found.overtaken:
         say(f"  later events of their keys are on Kafka; see `outbox replay`: {_events(found.overtaken)}")
@@ -122,6 +121,15 @@ def _print(found: Comparison, settled: int, *, dry_run: bool) -> None:
         say(f"lane {state.lane}: {state.problem}")
     if dry_run and found.differs:
         say("Nothing was changed. To let the lanes go on: the same without --dry-run, with --reason '…'")
+
+
+def _print_unsure(found: Comparison) -> None:
+    if found.unsure and found.archived_from is None:
+        say(f"  and perhaps, from within a minute of the point: {_events(found.unsure)}")
+        say("  only an archive shows whether these were settled before it")
+    elif found.unsure:
+        say(f"  and perhaps, from before the archive begins: {_events(found.unsure)}")
+        say(f"  it begins at {time_text(found.archived_from)}, and does not show whether these were settled before")
 
 
 def _events(events: Sequence[EventPlace]) -> str:

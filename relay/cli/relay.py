@@ -71,7 +71,9 @@ def run(
         topics = None if create_topics is None else str(create_topics).lower()
         given = {"DATABASE_URL": database_url, "CREATE_TOPICS": topics, "LOG_FORMAT": log_format}
         more = {f"OUTBOX_{name}": value for name, value in given.items() if value is not None}
-        raise typer.Exit(run_workers(workers, os.environ | more))
+        # NAME_FILE is the same setting as NAME, and both are refused.
+        kept = {name: value for name, value in os.environ.items() if name.upper().removesuffix("_FILE") not in more}
+        raise typer.Exit(run_workers(workers, kept | more))
     tracing.configure("outbox-relay")
     stop, abandon = Stopping(), Stopping()
     if worker is not None:
@@ -139,7 +141,7 @@ def reconcile(
         print_json({"lanes": findings.lanes, "hanging": findings.hanging, "repaired": repaired})
     else:
         _print_findings(findings, repaired, apply=apply)
-    left = findings.of_others if apply else [*findings.problems, *findings.hanging]
+    left = findings.left_alone if apply else [*findings.problems, *findings.hanging]
     if left:
         raise typer.Exit(1)
 
@@ -192,12 +194,10 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
         )
         if part in findings.of_others:
             say(f"  of another program, and left alone. If that does not need its records, abort it: {part.command}")
-        elif apply:
-            continue
-        elif part.held == part.events:
-            say("  abort it, and publish them again")
-        else:
+        elif part in findings.left_alone:
             say(f"  aborting it would lose the others; it is left alone. {part.way_out}")
+        elif not apply:
+            say("  abort it, and publish them again")
     for state in repaired:
         say(f"lane {state.lane}: repaired, {counted(state.found, 'event')} settled, {state.rows} to be published")
         _print_superseded(state)

@@ -178,8 +178,8 @@ def check_origin(lane: int, last_batch: int | None, marker: Marker | None, here:
         raise StateLost(
             f"lane {lane}: the state topic's marker was written for the database {marker.system_identifier}, this is "
             f"{here.system_identifier}. If another outbox has, or had, this OUTBOX_NAME, choose a new one; if "
-            "pg_upgrade has given this server a new identifier, run `outbox relay upgraded`; if this database was "
-            f"restored from a dump: {_SEE}"
+            "pg_upgrade has given this server a new identifier, run `outbox relay upgraded --reason '…'`; if this "
+            f"database was restored from a dump: {_SEE}"
         )
     if last_batch is None and marker.outbox not in {None, here.outbox}:
         raise StateLost(

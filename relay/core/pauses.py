@@ -46,6 +46,11 @@ class Scope:
     def __str__(self) -> str:
         return "all lanes" if self.kind is ScopeKind.ALL else f"{self.kind} {self.name}"
 
+    @property
+    def option(self) -> str:
+        """Return the option of `outbox relay pause` and `resume` that names it, after a space; empty for all lanes."""
+        return "" if self.kind is ScopeKind.ALL else f" --{self.kind} {self.name}"
+
 
 ALL: Final = Scope(ScopeKind.ALL)
 

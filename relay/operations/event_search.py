@@ -15,6 +15,8 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
+from outbox.errors import SchemaError
+from outbox.event import DEAD_LETTER
 from relay.insights import read_rows
 from relay.settle.statements import names_of
 
@@ -47,9 +49,11 @@ _CONTENTS: Final = """
 SELECT payload::text AS payload, payload_bytes, headers FROM {table} WHERE event_id = %(event_id)s LIMIT 1"""
 
 _TYPES: Final = """
-SELECT aggregate_type, count(*) AS events, min(created_at) AS oldest
-  FROM (SELECT aggregate_type, {created_at} AS created_at FROM {events} AS e LIMIT %(most)s) AS counted
- GROUP BY aggregate_type ORDER BY aggregate_type"""
+SELECT aggregate_type, copy, count(*) AS events, min(created_at) AS oldest
+  FROM (SELECT aggregate_type, {copy} AS copy, {created_at} AS created_at FROM {events} AS e
+         LIMIT %(most)s) AS counted
+ GROUP BY aggregate_type, copy ORDER BY aggregate_type, copy"""
+_COPY: Final = sql.SQL("coalesce(e.headers ? {}, false)").format(DEAD_LETTER)
 _MOST_COUNTED: Final = 100_000
 
 
@@ -140,5 +144,12 @@ class EventSearch:
         return None
 
     def waiting_types(self) -> Sequence[Mapping[str, Any]]:
-        """Return the aggregate types of waiting events, how many, and their oldest time; of the first 100,000 rows."""
-        return read_rows(self._connection, "counting the waiting events", _TYPES, self._names, {"most": _MOST_COUNTED})
+        """Return the aggregate types of waiting events, how many, and their oldest time; of the first 100,000 rows.
+
+        Copies for a dead-letter topic are apart (``copy``), unless the role may not read headers.
+        """
+        doing, bound = "counting the waiting events", {"most": _MOST_COUNTED}
+        try:
+            return read_rows(self._connection, doing, _TYPES, {**self._names, "copy": _COPY}, bound)
+        except SchemaError:
+            return read_rows(self._connection, doing, _TYPES, {**self._names, "copy": sql.SQL("false")}, bound)

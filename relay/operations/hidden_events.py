@@ -62,7 +62,7 @@ class HangingPartition:
             f"outbox no longer has. 1. Save what is there: {self.read} > saved. 2. Make sure that no program has the "
             f"transaction open, and end it: {self.command}. 3. Send all again: with relay.archive_days, outbox replay "
             f"{named}{more}; else write the saved events again, under the same event ids. They come after the later "
-            "events of their keys. 4. If a lane has stopped: `outbox relay reconcile --apply` again"
+            "events of their keys. 4. If a lane has stopped: `outbox relay reconcile --apply --reason '…'` again"
         )
 
 

@@ -108,6 +108,11 @@ class Findings:
         """The partitions that wait for a transaction of another program, which is never aborted."""
         return [part for part in self.hanging if part.events == 0]
 
+    @property
+    def left_alone(self) -> list[HangingPartition]:
+        """The partitions that a repair leaves as they are: those of others, and what an abort would lose."""
+        return [part for part in self.hanging if part.events == 0 or part.held < part.events]
+
 
 class Reconciler:
     """Compares lanes with their topics, and repairs them. Not on a standby.
@@ -120,7 +125,8 @@ class Reconciler:
         self._connect = Connector(self._url, "outbox relay reconcile")
         self._prefix = f"{settings.name}.relay."
         self._own = f"{self._prefix}reconcile-{uuid.uuid4()}"
-        self._archive = settings.relay.archive_days > 0
+        self._archive_days = settings.relay.archive_days
+        self._archive = self._archive_days > 0
         self._schema = settings.db_schema
         self._source = settings.ce_source
         self._router = build_router(settings)
@@ -344,7 +350,8 @@ class Reconciler:
         """Abort hanging transactions in partitions of events that can be published again. Returns their lanes."""
         hanging, lanes = self._hidden.examine(undecided, list(self._lanes()))
         topics = self._rows.topics(list(holding.epochs))
-        # Ignore transactions of other programs in topics that the held lanes do not need.
+        # In topics that the held lanes do not need, leave alone what has no rows here: transactions of other programs,
+        # and those whose events are all settled.
         hanging = [found for found in hanging if found.held or found.topic in topics]
         ours = {(found.topic, found.partition) for found in hanging}
         self._hidden.require_rows(hanging)

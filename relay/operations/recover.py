@@ -24,7 +24,8 @@ A restore takes Postgres back to a point, and Kafka keeps what was published aft
 
 An event is lost for sure if it was written after the point, by the database's clock, or published well after it: if it
 was committed by then, it would have a row. Only the archive tells the others, which Kafka got about the point, from
-those that were settled just before it. Without one they are ``unsure``.
+those that were settled just before it. Without one they are ``unsure``; and if it begins only after the point, so are
+all from before that.
 
 Lanes are held and repaired as by reconcile.py, which has the crash table; what is on Kafka is settled first, so running
 it again finishes.
@@ -120,6 +121,8 @@ class Comparison:
     missing     in the archive, and not on Kafka; ``overtaken``: those of them whose key has later events on Kafka.
     expired     in the archive, older than all that Kafka's retention has left where they were, or perhaps compacted:
                 nothing is lost.
+    archived_from  where the archive begins, if that is later than the point: of what was published before, it does not
+                show whether it was settled. Else None.
     """
 
     since: dt.datetime
@@ -138,6 +141,7 @@ class Comparison:
     overtaken: Sequence[EventPlace]
     expired: int
     lanes: Sequence[LaneComparison]
+    archived_from: dt.datetime | None
 
     @property
     def broken(self) -> list[LaneComparison]:
@@ -177,7 +181,9 @@ class Recovery(Reconciler):
         if findings.hanging:
             raise OperationRefused(_hides(findings.hanging))
         bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
-        bound |= {"archive": self._archive, "dead": DEAD_LETTER}
+        archived_from = self._archived_from(bound)
+        known = None if archived_from is None else archived_from + CLOCKS
+        bound |= {"archive": self._archive, "dead": DEAD_LETTER, "known": known}
         self._rows.list_rows([state.lane for state in findings.lanes])
         read, others = self._read_topics(self._starts(bound))
         there = sql.SQL(statements.THERE)
@@ -196,8 +202,9 @@ class Recovery(Reconciler):
 
         [(relays,)] = self._rows.run(statements.RELAYS, (), "counting relays")
         lost = self._rows.run(statements.LOST, bound, "looking for what Postgres has lost")
-        places = [(EventPlace(*place), sure) for *place, sure in lost]
-        self._lost = {(place.topic, place.aggregate_id) for place, sure in places if sure}, since
+        places = [(EventPlace(*place), later and known) for *place, later, known in lost]
+        # Settled or lost, they are later than what Postgres had at the point.
+        self._lost = {(row[2], row[1]) for *row, later, _ in lost if later}, since
         self._mark_found()
         missing, overtaken, expired = self._missing(bound, [place for place, _ in places])
         scheduled = standing("scheduled", sql.SQL("0"), "not_before")
@@ -220,6 +227,7 @@ class Recovery(Reconciler):
             overtaken,
             expired,
             findings.lanes,
+            archived_from,
         )
 
     def recover(
@@ -272,6 +280,13 @@ class Recovery(Reconciler):
     def _compare(self, lane: int, seen: Lane, read: MarkersRead) -> tuple[Marker | None, str | None]:
         """Leave out the markers of another outbox: this one has none, so none is written."""
         return (None, None) if seen.disowns(read.markers.get(lane)) else super()._compare(lane, seen, read)
+
+    def _archived_from(self, bound: Mapping[str, Any]) -> dt.datetime | None:
+        """Return when the archive begins, if there is one, and only after the point."""
+        if not self._archive:
+            return None
+        [(first,)] = self._rows.run(statements.ARCHIVE_FROM, {"days": self._archive_days}, "reading the archive")
+        return first if first > bound["later"] else None
 
     def _missing(
         self, bound: Mapping[str, Any], lost: Sequence[EventPlace]
@@ -340,7 +355,7 @@ class Recovery(Reconciler):
             if held:
                 raise OperationRefused(
                     f"{owner} holds lane {lane} until {lease_until}: {before}. Stop it, or wait until then, and run "
-                    f"this again; if it is gone for good: `outbox relay release {lane}`"
+                    f"this again; if it is gone for good: `outbox relay release {lane} --reason '…'`"
                 )
         if [row[:1] for row in lanes] != list(self._seen):
             raise OperationRefused(

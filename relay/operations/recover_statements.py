@@ -14,12 +14,21 @@ TABLE: Final = (
 COPY: Final = """
 COPY pg_temp.outbox_recover (event_id, mark, copy, ours, content, topic, partition, "offset", at, written, key)
 FROM STDIN"""
-INDEX: Final = ("CREATE INDEX ON pg_temp.outbox_recover (event_id)", "ANALYZE pg_temp.outbox_recover")
+# A record of another program may have a longer key than an index can hold.
+INDEX: Final = (
+    "CREATE INDEX ON pg_temp.outbox_recover (event_id)",
+    "CREATE INDEX ON pg_temp.outbox_recover (topic, hashtextextended(key, 0), at)",
+    "ANALYZE pg_temp.outbox_recover",
+)
 
 # The topics too: since then a route may have changed.
 ARCHIVED: Final = """
 SELECT min({created_at}), array_agg(DISTINCT topic) FILTER (WHERE topic IS NOT NULL)
   FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
+
+# Retention deletes what is older; so it may have deleted all.
+ARCHIVE_FROM: Final = """
+SELECT coalesce(min(published_at), clock_timestamp() - make_interval(days => %(days)s)) FROM {published}"""
 
 RELAYS: Final = "SELECT count(*) FROM {relays} WHERE {alive}"
 
@@ -32,7 +41,8 @@ SELECT l::text, lane, owner, lease_until::text, lease_until >= clock_timestamp()
 # What reconcile and this have settled without an archive is in the audit only.
 LOST: Final = """
 SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s."offset", s.at,
-       s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s
+       s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s,
+       %(known)s::timestamptz IS NULL OR s.at >= %(known)s
   FROM pg_temp.outbox_recover AS s
  WHERE s.ours AND s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s
    AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.event_id = s.event_id)
@@ -85,7 +95,8 @@ SELECT m.event_id::text, m.aggregate_id, coalesce(m.topic, ''), coalesce(m.parti
        m.aggregate_type,
        m.id < max(m.id) OVER (PARTITION BY m.aggregate_type, m.aggregate_id, m.copy)
        OR EXISTS (SELECT FROM pg_temp.outbox_recover AS s
-                   WHERE s.topic = m.topic AND s.key = m.aggregate_id AND s.at > m.published_at),
+                   WHERE s.topic = m.topic AND hashtextextended(s.key, 0) = hashtextextended(m.aggregate_id, 0)
+                     AND s.key = m.aggregate_id AND s.at > m.published_at),
        m.tombstone
   FROM missing AS m LEFT JOIN last USING (aggregate_type, aggregate_id, copy)
  ORDER BY m.event_id, m.copy"""
@@ -114,7 +125,9 @@ SELECT r.lane, r.id, r.event_id::text, NOT {there} AS superseded,
        {there} OR r.until IS NOT NULL AND r.mark = '' AND EXISTS (
            SELECT FROM unnest(%(types)s::text[], %(topics)s::text[]) AS c(aggregate_type, topic)
              JOIN pg_temp.outbox_recover AS s USING (topic)
-            WHERE c.aggregate_type = r.aggregate_type AND s.key = r.aggregate_id AND s.ours AND NOT s.copy
+            WHERE c.aggregate_type = r.aggregate_type
+              AND hashtextextended(s.key, 0) = hashtextextended(r.aggregate_id, 0)
+              AND s.key = r.aggregate_id AND s.ours AND NOT s.copy
               AND s.at > r.until + interval '1 minute') AS found
   FROM (SELECT {lane} AS lane, id, event_id, aggregate_type, aggregate_id, {until} AS until,
                coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '') AS mark,

@@ -345,9 +345,11 @@ def _linked(text: object, base: str) -> Markup:
     """Return a text of ours: what it gives as a command is a link to the view that does the same, if there is one."""
 
     def link(command: re.Match[str]) -> str:
-        if command[1] not in _VIEW_OF_COMMAND:
+        # With whatever options; the longest name first.
+        names = [name for name in _VIEW_OF_COMMAND if f"{command[1]} ".startswith(f"{name} ")]
+        if not names:
             return f"<code>{command[1]}</code>"
-        path, label = _VIEW_OF_COMMAND[command[1]]
+        path, label = _VIEW_OF_COMMAND[max(names, key=len)]
         return Markup('<a href="{}{}">{}</a>').format(base, path, label)
 
     return Markup(re.sub("`([^`]+)`", link, str(escape(_show(text)))))  # noqa: S704  # escaped

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final, TypedDict
 
 from outbox._app.settings import client_options
 from outbox.consumer.admin import status as consumers
 from outbox.consumer.admin.status import GroupState
+from outbox.consumer.connections import OwnSession
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import connect
 from outbox.errors import ConfigurationError, OutboxError
@@ -115,16 +116,19 @@ def _applied(now: Overview, before: Overview | None) -> float | None:
 
 
 class Reader:
-    """Reads everything. Sessions stay open between readings, and are opened again after an error or ``close``."""
+    """Reads everything. Sessions stay open between readings, and are opened again after an error or ``close``.
+
+    And when they are some minutes old: a former primary may go on after a failover.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._sink_url = settings.relay.sink_url
         self._url = settings.require_database()
-        self._connector = Connector(self._url, "outbox status")
+        self._of_outbox = OwnSession(Connector(self._url, "outbox status"))
+        self._of_sink = OwnSession(lambda: connect(self._sink_url or self._url, "outbox status"))
         self._kafka: KafkaAdmin | None = None
         self._topics: MissingTopics | None = None
-        self._sessions: dict[str, Any] = {}
 
     def read(self, before: Overview | None) -> Overview:
         """Read everything, given the reading before, if there is one. Raises ConfigurationError."""
@@ -132,20 +136,20 @@ class Reader:
         outbox = self._outbox(unseen)
         groups: Sequence[GroupState] = ()
         # The error would be the same again where the consumers' tables are in the same database.
-        if self._sink_url is not None or self._is_open("outbox"):
+        if self._sink_url is not None or not self._of_outbox.ended:
             groups = self._groups(unseen)
         missing = [] if outbox is None or "Kafka" in unseen else self._missing_topics(outbox, unseen)
         return Overview(outbox, groups, unseen, before, missing)
 
     def close(self) -> None:
-        for one in self._sessions.values():
-            one.close()
+        self._of_outbox.close()
+        self._of_sink.close()
 
     # Each part adds to ``unseen`` what it can't read.
 
     def _outbox(self, unseen: dict[str, str]) -> OutboxState | None:
         try:
-            return look(self._session("outbox", self._connector), slot_names(self._settings))
+            return look(self._of_outbox.connected(), slot_names(self._settings))
         except OutboxError as error:
             unseen["the outbox"] = str(error)
             return None
@@ -153,7 +157,7 @@ class Reader:
     def _groups(self, unseen: dict[str, str]) -> Sequence[GroupState]:
         settings = self._settings
         try:
-            opened = self._session("sink", lambda: connect(self._sink_url or self._url, "outbox status"))
+            opened = self._of_sink.connected()
             # Somebody who names a sink expects consumers there.
             if self._sink_url is None and not consumers.has_tables(opened, settings.consumer_schema):
                 return ()
@@ -176,17 +180,9 @@ class Reader:
             return ()
         try:
             self._topics = self._topics or MissingTopics(self._settings)
-            return self._topics.look(self._session("outbox", self._connector))
+            return self._topics.look(self._of_outbox.connected())
         except BrokerUnavailable as error:
             unseen["Kafka"] = str(error)
         except OutboxError as error:
             unseen["the topics of waiting events"] = str(error)
         return ()
-
-    def _is_open(self, name: str) -> bool:
-        return name in self._sessions and not self._sessions[name].closed
-
-    def _session(self, name: str, opening: Callable[[], Any]) -> Any:
-        if not self._is_open(name):
-            self._sessions[name] = opening()
-        return self._sessions[name]

@@ -80,7 +80,7 @@ class TopicState:
 def topics(settings: Settings, waiting: Sequence[Mapping[str, Any]]) -> tuple[list[TopicState], str | None]:
     """Return the topics by name, and why Kafka's part is missing; None if it is not.
 
-    waiting   aggregate_type, events, oldest: EventSearch.waiting_types.
+    waiting   aggregate_type, copy, events, oldest: EventSearch.waiting_types.
 
     Topics that exist are listed if the routes or the template can lead to them.
     """
@@ -88,15 +88,17 @@ def topics(settings: Settings, waiting: Sequence[Mapping[str, Any]]) -> tuple[li
     types: dict[str, list[str]] = {}
     for name in sorted({*(settings.routes or {}), *(row["aggregate_type"] for row in waiting)}):
         types.setdefault(router.known_topic(name) or "(no route)", []).append(name)
-    by_type = {row["aggregate_type"]: row for row in waiting}
+    waits: dict[str, list[Mapping[str, Any]]] = {}
+    for row in waiting:
+        waits.setdefault(router.known_topic(row["aggregate_type"], copy=row["copy"]) or "(no route)", []).append(row)
     away, there = None, {}
     try:
-        there = _described(settings, types.keys(), router.may_write)
+        there = _described(settings, types.keys() | waits.keys(), router.may_write)
     except BrokerUnavailable as error:
         away = str(error)
     found = []
-    for topic in sorted({*types, *there}):
-        rows = [by_type[name] for name in types.get(topic, ()) if name in by_type]
+    for topic in sorted({*types, *waits, *there}):
+        rows = waits.get(topic, ())
         route = None
         if topic in types and topic != "(no route)":
             route = router.route(types[topic][0])

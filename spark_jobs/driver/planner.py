@@ -187,7 +187,7 @@ def _advice(kinds: Collection[LossKind], topics: Sequence[str], group: str) -> s
     if LossKind.RECREATED in kinds:
         return (
             f"When it is accounted for: {commands} accepts it and begins with the topic that is there now; of a topic "
-            f"that is gone for good, `outbox offsets forget {group} --topic …`"
+            f"that is gone for good, `outbox offsets forget {group} --topic … --reason …`"
         )
     if LossKind.CUT in kinds:
         return (

@@ -52,7 +52,10 @@ def checks(connection: psycopg.Connection[Any], schema: str, keep_days: int) -> 
 
 def _losses(rows: Sequence[tuple[str, str, int, bool]]) -> Iterator[Finding]:
     for group, topic, count, given_up in rows:
-        do = f"see `outbox offsets show`; `outbox offsets reset {group} --topic {topic} --to loss` accepts it"
+        do = (
+            f"see `outbox offsets show`; `outbox offsets reset {group} --topic {topic} --to loss --reason '…'` "
+            "accepts it"
+        )
         if given_up:
             yield warning(f"group {group}", f"it has given up messages of {topic} (at-most-once), {count} times", do)
         else:

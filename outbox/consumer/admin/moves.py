@@ -84,7 +84,7 @@ def refuse_some(group: str, topic: str, ended: Collection[int]) -> None:
         raise OperationRefused(
             f"{topic} was created again with fewer partitions, and the group still has offsets of partition "
             f"{', '.join(map(str, sorted(ended)))}. Nothing was changed; begin with all of it: `outbox offsets reset "
-            f"{group} --topic {topic} --to loss`"
+            f"{group} --topic {topic} --to loss --reason '…'`"
         )
 
 

@@ -261,7 +261,7 @@ class Offsets:
         if snapshot.missing:
             raise TopicMissing(
                 f"there is no topic {topic}; create it, or have the group forget it: `outbox offsets forget {group} "
-                f"--topic {topic}`",
+                f"--topic {topic} --reason '…'`",
                 snapshot.missing,
             )
         bounds = {number: there for (_, number), there in snapshot.bounds.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -89,7 +90,7 @@ def _checks(settings: Settings, options: Mapping[str, str], known: _Known) -> It
 def check_transport(settings: Settings) -> Iterator[Finding]:
     """Check whether passwords and events can be read, or a server be impersonated, on the way. Asks no server."""
     protocol = settings.kafka.get("security.protocol", "plaintext").lower()
-    servers = [server.rpartition(":")[0] for server in settings.require_kafka().split(",")]
+    servers = map(_host_of, settings.require_kafka().split(","))
     if protocol not in {"ssl", "sasl_ssl"} and not all(map(_is_local, servers)):
         passwords = protocol == "sasl_plaintext"
         yield warning(
@@ -99,16 +100,28 @@ def check_transport(settings: Settings) -> Iterator[Finding]:
             f"set OUTBOX_KAFKA__SECURITY_PROTOCOL={'SASL_SSL' if passwords else 'SSL'}, and "
             "OUTBOX_KAFKA__SSL_CA_LOCATION for an authority of your own",
         )
-    given = conninfo_to_dict(settings.require_database())
+    yield from _check_postgres_transport("Postgres, TLS", settings.require_database())
+    if settings.relay.sink_url is not None:
+        yield from _check_postgres_transport("Postgres of the sink, TLS", settings.relay.sink_url)
+
+
+def _check_postgres_transport(about: str, url: str) -> Iterator[Finding]:
+    given = conninfo_to_dict(url)
     hosts = str(given.get("host") or given.get("hostaddr") or "").split(",")
     mode = str(given.get("sslmode") or "prefer")
     if mode not in {"verify-ca", "verify-full"} and not all(map(_is_local, hosts)):
         asked = "is not set, and libpq's default is prefer" if "sslmode" not in given else f"is {mode}"
         yield warning(
-            "Postgres, TLS",
+            about,
             f"sslmode {asked}: a server that is not verified, or without TLS, gets the password and the events",
             "add ?sslmode=verify-full&sslrootcert=system to the URL, or name your authority's file",
         )
+
+
+def _host_of(server: str) -> str:
+    """Return the host of a broker's address, whose port, and protocol before it, may be missing."""
+    host = server.strip().rpartition("://")[2]
+    return host.rpartition(":")[0] if re.search(r"(^[^:]*|\]):\d*$", host) else host
 
 
 def _is_local(host: str) -> bool:

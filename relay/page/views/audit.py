@@ -14,6 +14,8 @@ from relay.page.api import Rows, View
 from relay.page.page import Page, number_of
 
 _PAGE = 50
+_CONTENTS = frozenset({"payload", "payload_base64", "headers", "key_base64", "value_base64", "message_value"})
+"""What the audits of the outbox and of its consumers have of an event or a message itself."""
 
 
 def routes(page: Page) -> list[View]:
@@ -51,6 +53,4 @@ def routes(page: Page) -> list[View]:
 
 def _without_contents(row: Mapping[str, Any]) -> Mapping[str, Any]:
     details = row["details"]
-    if not details.keys() & {"payload", "message_value"}:
-        return row
-    return {**row, "details": {name: details[name] for name in ("event_id", "message_id") if name in details}}
+    return {**row, "details": {name: value for name, value in details.items() if name not in _CONTENTS}}

@@ -144,4 +144,4 @@ def test_the_doctor_compares_with_what_the_topics_keep(sink, outbox_kafka):
     put(sink.url, "consumer.losses", topic="week")
     lost = examined(14)["group g"]
     assert lost.level is Level.FAILURE
-    assert "`outbox offsets reset g --topic week --to loss`" in lost.do
+    assert "`outbox offsets reset g --topic week --to loss --reason '…'`" in lost.do

@@ -307,7 +307,7 @@ def test_what_relays_and_operators_insert_and_delete_is_known(ledger):
     assert sum(one["discarded"] for one in found["windows"]) == 1
 
 
-def test_it_is_added_up_and_its_old_rows_are_deleted(ledger):
+def test_it_is_added_up_and_its_old_rows_are_deleted(ledger, monkeypatch):
     for _ in range(5):
         written(ledger, 3)
     ledger.run("UPDATE outbox.ledger SET written_at = written_at - interval '1 hour'")
@@ -319,7 +319,14 @@ def test_it_is_added_up_and_its_old_rows_are_deleted(ledger):
         "SELECT aggregate_type, minute, sum(events), mod(sum(hashes), 2::numeric ^ 128) "
         "FROM outbox.ledger WHERE minute > extract(epoch FROM now()) / 60 - 1000 GROUP BY 1, 2"
     )
-    ledger.command("db", "prune")
+    rows = ledger.rows("SELECT count(*) FROM outbox.ledger")
+    # Without an archive.
+    environment = {**ledger.environment, "OUTBOX_RELAY__ARCHIVE_DAYS": "0"}
+    monkeypatch.setattr(type(ledger), "environment", environment)
+    assert "the ledger would be added up" in ledger.command("db", "prune", "--dry-run")
+    assert json.loads(ledger.command("db", "prune", "--dry-run", "--json")) == {"dry_run": True, "ledger_days": 7}
+    assert ledger.rows("SELECT count(*) FROM outbox.ledger") == rows
+    assert json.loads(ledger.command("db", "prune", "--json")) == {"dry_run": False, "ledger_days": 7}
     after = ledger.rows("SELECT aggregate_type, minute, events, hashes FROM outbox.ledger")
     assert sorted(after) == sorted(before)
 

@@ -16,10 +16,12 @@ from outbox import Event, Outbox
 from outbox._app.migrate import upgrade
 from outbox.testing.fixtures import token
 from relay import insights
+from relay.config import load
 from relay.core.ports import Unavailable
 from relay.operations import event_search
 from relay.operations.dead_letters import DeadLetters, Filter
 from relay.operations.event_search import Contents, EventSearch, EventState
+from relay.pipeline.topics import topics
 from relay.settle.statements import KEEP_TO_THE_INDEX
 
 EVENTS = 12_000  # more than insights.COUNTED
@@ -105,6 +107,33 @@ def test_waiting_events_of_256_lanes_come_newest_first(connection):
     assert all(row["id"] % 2 for row in second.rows)
     types = {row["aggregate_type"]: row["events"] for row in search.waiting_types()}
     assert (types.keys(), sum(types.values())) == ({"Order", "Rare"}, EVENTS // 2 + 1_000)
+
+
+def test_copies_wait_for_the_dead_letter_topic(connection):
+    connection.execute(FILL, (3,))
+    connection.execute(
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload, headers, from_relay) "
+        """SELECT 'Order', 'o' || g, 'T', '{}', '{"outbox-dead-letter": "bad"}', true FROM generate_series(1, 2) AS g"""
+    )
+    search = EventSearch(connection, SCHEMA)
+    routes = {"Order": {"topic": "orders", "dead_letter_topic": "orders-dead", "on_failure": "skip"}}
+    shown, _ = topics(load(kafka={"bootstrap.servers": "127.0.0.1:1"}, routes=routes), search.waiting_types())
+    assert {one.topic: (one.waiting, one.types) for one in shown} == {
+        "orders": (3, ["Order"]),
+        "orders-dead": (2, ()),
+    }
+    # For a role without payloads and headers all are events.
+    with connection.transaction(force_rollback=True):
+        role = sql.Identifier(f"monitor_{token()}")
+        for text in (
+            "CREATE ROLE {}",
+            "GRANT USAGE ON SCHEMA outbox TO {}",
+            "GRANT SELECT (aggregate_type, created_at) ON outbox.events TO {}",
+            "SET LOCAL ROLE {}",
+        ):
+            connection.execute(sql.SQL(text).format(role))
+        [row] = search.waiting_types()
+        assert (row["copy"], row["events"]) == (False, 5)
 
 
 def test_published_events_by_the_time_of_publishing(connection):

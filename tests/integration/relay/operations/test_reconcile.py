@@ -258,6 +258,21 @@ def test_what_the_outbox_has_no_more_is_not_aborted(hanging):
     assert hanging.lane(0)["owner"] is None
 
 
+def test_a_repair_that_leaves_settled_events_hidden_is_no_success(hanging):
+    """No lane waits for them, and the outbox has none of their rows: nothing else would tell."""
+    hanging.hang(state=False)
+    hanging.run("DELETE FROM outbox.events")
+    before = hanging.undecided()
+    apply = ("--apply", "--reason", "try")
+    done = hanging.reconcile(*apply)
+    assert [(part["events"], part["held"]) for part in json.loads(done.stdout)["hanging"]] == [(5, 0), (5, 0)]
+    assert done.returncode == 1
+    done = hanging.command("relay", "reconcile", *apply)
+    assert (done.returncode, done.stdout.count("it is left alone. Kafka has 5 events")) == (1, 2), done.stdout
+    assert f"outbox replay --event-id {hanging.batch[0][1]}" in done.stdout
+    assert hanging.undecided() == before
+
+
 def test_a_transaction_of_another_program_is_named_and_left_alone(hanging):
     other = hanging.other_program(hanging.state.name, 0)
     done = hanging.reconcile("--apply", "--reason", "try")

@@ -50,7 +50,8 @@ def test_each_table_is_compared(restored):
     assert restored.command("recover", "--since", restored.since).returncode == 2
     of_all_times = ("--since", "1970-01-01", "--until", "9998-12-31T23:59:59")
     whole = restored.command("recover", *of_all_times, "--dry-run", "--json", settings=ARCHIVE)
-    assert lost in ids(json.loads(whole.stdout)["lost"])
+    # Within a minute of where the archive begins.
+    assert lost in ids(json.loads(whole.stdout)["unsure"])
     restored.recover("--reason", "restored")
     assert restored.run("SELECT event_id::text FROM outbox.events ORDER BY id") == [(waiting,), (changed,)]
     assert restored.run("SELECT count(*) FROM outbox.scheduled") == [(1,)]
@@ -61,6 +62,28 @@ def test_each_table_is_compared(restored):
     found = restored.recover("--dry-run", status=1)
     assert (ids(found["missing"]), found["settled"], found["changed"]) == ({missing}, {}, [changed])
     assert ids(found["lost"]) == {lost}
+
+
+def test_the_archive_shows_nothing_of_the_time_before_it_begins(restored):
+    """Retention has deleted the days before: what was settled then is no loss."""
+    settled, known, lost = (new_id() for _ in range(3))
+    day = 86_400
+    restored.send(settled, seconds_ago=3 * day)
+    restored.send(known, lost, seconds_ago=2 * day - 600)
+    restored.since = "2020-01-01"
+    found = restored.recover("--dry-run", status=1)
+    # An empty archive reaches as far back as it is kept.
+    assert (ids(found["lost"]), ids(found["unsure"])) == ({settled, known, lost}, set())
+    columns = ", lane, id, created_at, published_at"
+    restored.put("published", known, columns, ", 1, 12, now(), now() - interval '2 days'")
+    found = restored.recover("--dry-run", status=1)
+    assert (ids(found["lost"]), ids(found["unsure"])) == ({lost}, {settled})
+    assert found["archived_from"] == restored.run("SELECT published_at FROM outbox.published")[0][0].isoformat()
+    said = restored.command("recover", "--since", restored.since, "--dry-run", settings=ARCHIVE).stdout
+    assert f"from before the archive begins: 1 event of 1 key\n  {restored.topics[0]}: 1\n    {settled}" in said
+    # From a point since then it shows all.
+    restored.since = (dt.datetime.now(dt.UTC) - dt.timedelta(seconds=2 * day - 300)).isoformat()
+    assert restored.recover("--dry-run", status=1)["archived_from"] is None
 
 
 def test_what_kafka_has_lost_is_put_back_before_what_waits(restored):
@@ -164,7 +187,7 @@ def test_nothing_is_put_back_beside_a_relay(restored):
     since = dt.datetime.fromisoformat(restored.since + "+00:00")
     refused = {
         "UPDATE outbox.lanes SET owner = 'r', lease_until = 'infinity' WHERE lane = 2": (
-            "r holds lane 2 until .*`outbox relay release 2`",
+            "r holds lane 2 until .*`outbox relay release 2 --reason '…'`",
             "UPDATE outbox.lanes SET owner = NULL, lease_until = '-infinity' WHERE lane = 2",
         ),
         "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from typing import Any
@@ -245,6 +246,31 @@ def test_numbers_of_any_size_and_halves_of_characters_are_shown(serve, environme
     details = json.loads(answer, parse_int=str, parse_float=str)["rows"][0]["details"]
     # One with more zeros than that is a text.
     assert details["payload"]["n"] == [*numbers, "1E-1000"]
+
+
+def test_the_audit_shows_no_contents_unless_payloads_are_shown(serve, letters, environment):
+    encoded = [base64.b64encode(text.encode()).decode() for text in (SECRET, f"{SECRET} in a header")]
+    value = base64.b64encode(b"\xff" + SECRET.encode()).decode()
+    with psycopg.connect(environment) as connection:
+        headers = Jsonb([{"key": "h", "value": encoded[1]}])
+        connection.execute("UPDATE consumer.dead_letters SET message_headers = %s", (headers,))
+    hidden, shown = serve(payloads="hidden").sign_in(), serve().sign_in()
+    assert "was discarded" in hidden.act("/dead-letters/relay/discard", event_id=letters, reason="gone").text
+    assert "was discarded" in hidden.act("/dead-letters/consumer/discard", group="sums", reason="gone").text
+    for path in ("/audit", "/audit?side=consumer", "/api/audit", "/api/audit?side=consumer"):
+        text = hidden.ask(path, headers=token(hidden)).text
+        assert letters in text, path
+        for secret in (SECRET, value, *encoded):
+            assert secret not in text, (path, secret)
+    # What else is known of a dead letter is no content.
+    [row] = get(hidden, "/audit?side=consumer")["rows"]
+    assert (row["details"]["offset"], row["details"]["reason"]) == (7, "undecodable")
+    details = get(shown, "/audit?side=consumer")["rows"][0]["details"]
+    assert [details["key_base64"], details["value_base64"], details["headers"][0]["value"]] == [
+        encoded[0],
+        value,
+        encoded[1],
+    ]
 
 
 def test_no_body_breaks_it(serve, environment):

@@ -24,6 +24,10 @@ def found(kafka: dict[str, str] | None = None, url: str | None = None) -> list[t
         ("kafka:9092", "sasl_ssl", None),
         ("kafka:9092", "SSL", None),
         ("localhost:1,[::1]:2,127.0.0.3:3", "SASL_PLAINTEXT", None),
+        ("kafka.example.com", None, "security.protocol is plaintext: all events"),
+        ("[2001:db8::1]", None, "security.protocol is plaintext: all events"),
+        ("PLAINTEXT://kafka:9092", None, "security.protocol is plaintext: all events"),
+        ("localhost, 127.0.0.1,[::1]", None, None),
     ],
 )
 def test_kafka(servers, protocol, said):
@@ -51,3 +55,5 @@ def test_postgres(url, said):
     findings = found(url=url)
     assert [about for about, _, _ in findings] == (["Postgres, TLS"] if said else [])
     assert not said or findings[0][1].startswith(said)
+    of_sink = check_transport(load(**LOCAL, relay={"sink_url": url}))
+    assert [each.about for each in of_sink] == (["Postgres of the sink, TLS"] if said else [])

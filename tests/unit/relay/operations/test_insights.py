@@ -5,7 +5,11 @@ from __future__ import annotations
 import datetime as dt
 from dataclasses import replace
 
+import pytest
+
+from relay.core.pauses import ALL, Paused, Scope, ScopeKind
 from relay.insights import LaneState, OutboxState, RelayState
+from relay.page.page import _linked
 
 NOW = dt.datetime(2026, 1, 31, 12, tzinfo=dt.UTC)
 LANE = LaneState(0, "a", "polling", False, 1, None, None, 9.0, 3, 4_000.0)
@@ -36,6 +40,24 @@ def test_a_key_that_waits_for_a_dead_letter_which_is_gone():
     assert replace(STATE, blocking=1).problems() == [
         "1 key blocked by deleted dead letters: `outbox dead-letters list`"
     ]
+
+
+@pytest.mark.parametrize(
+    ("scope", "options"),
+    [(ALL, ""), (Scope(ScopeKind.LANE, "3"), " --lane 3"), (Scope(ScopeKind.TOPIC, "a-b"), " --topic a-b")],
+)
+def test_a_pause_is_ended_by_what_is_printed(scope, options):
+    paused = replace(STATE, oldest_seconds=1.0, pauses=[Paused(1, scope, NOW, "me", None)])
+    [said] = paused.problems()
+    assert f"`outbox relay resume{options}` ends it" in said
+    linked = str(_linked(said, "/base"))
+    assert '<a href="/base/relays">resume</a> ends it' in linked
+
+
+def test_a_command_is_linked_by_its_longest_name():
+    assert 'href="/dead-letters#consumer-side"' in _linked("`outbox dead-letters list --side consumer`", "")
+    assert 'href="/dead-letters#relay-side"' in _linked("`outbox dead-letters list --topic t`", "")
+    assert _linked("`outbox relay resumed`", "") == "<code>outbox relay resumed</code>"
 
 
 def test_relays_of_the_other_source_are_why_no_relay_holds_the_lanes():
