@@ -110,7 +110,7 @@ def test_waiting_events_of_256_lanes_come_newest_first(connection):
 
 
 def test_copies_wait_for_the_dead_letter_topic(connection):
-    connection.execute(FILL, (3,))
+    connection.execute(FILL, (4,))
     connection.execute(
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload, headers, from_relay) "
         """SELECT 'Order', 'o' || g, 'T', '{}', '{"outbox-dead-letter": "bad"}', true FROM generate_series(1, 2) AS g"""
@@ -119,7 +119,7 @@ def test_copies_wait_for_the_dead_letter_topic(connection):
     routes = {"Order": {"topic": "orders", "dead_letter_topic": "orders-dead", "on_failure": "skip"}}
     shown, _ = topics(load(kafka={"bootstrap.servers": "127.0.0.1:1"}, routes=routes), search.waiting_types())
     assert {one.topic: (one.waiting, one.types) for one in shown} == {
-        "orders": (3, ["Order"]),
+        "orders": (4, ["Order"]),
         "orders-dead": (2, ()),
     }
     # For a role without payloads and headers all are events.
@@ -133,7 +133,7 @@ def test_copies_wait_for_the_dead_letter_topic(connection):
         ):
             connection.execute(sql.SQL(text).format(role))
         [row] = search.waiting_types()
-        assert (row["copy"], row["events"]) == (False, 5)
+        assert (row["copy"], row["events"]) == (False, 6)
 
 
 def test_published_events_by_the_time_of_publishing(connection):

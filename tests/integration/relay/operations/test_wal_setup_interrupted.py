@@ -135,6 +135,9 @@ def test_no_slot_left_on_the_server(shell, monkeypatch):
         def transaction(self) -> Any:
             return shell.admin.transaction()
 
+        def cursor(self, **options: Any) -> Any:
+            return shell.admin.cursor(**options)
+
     with pytest.raises(OperationRefused, match="raise max_replication_slots"):
         Cdc(Full(), SlotNames("outbox", shell.slot, "outbox_relay")).setup()
 
