@@ -70,7 +70,7 @@ def _drop_what_is_left() -> None:
             sys.stderr.flush()
     except (OSError, ValueError):
         # As Python itself does where there is none.
-        sys.stderr = None  # type: ignore[assignment]
+        sys.stderr = None
 
 
 def _escaped(_: object, __: str, entry: structlog.typing.EventDict) -> structlog.typing.EventDict:

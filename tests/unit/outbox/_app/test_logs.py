@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -62,23 +63,30 @@ print("still there")
 """
 
 
-@pytest.fixture(params=["full disk", "closed pipe", "closed"])
-def unwritable(request):
-    """A standard error for a process to which nothing can be written, as what starts it."""
+@pytest.fixture(params=["full disk", "closed pipe", "none"])
+def run(request):
+    """Return a function that runs code with a standard error to which nothing can be written."""
     if request.param == "full disk":
         if not Path("/dev/full").exists():
             pytest.skip("there is no /dev/full")
-        prepare = "exec 2>/dev/full"
+        error = os.open("/dev/full", os.O_WRONLY)
     else:
-        prepare = {"closed": "exec 2>&-", "closed pipe": "exec 2> >(exec true); wait $!"}[request.param]
-    return ["bash", "-c", f'{prepare}; exec "$@"', "bash", sys.executable, "-c"]
+        reading, error = os.pipe()
+        os.close(reading)
+    shell = ["sh", "-c", 'exec "$@" 2>&-', "sh"] if request.param == "none" else []
+
+    def start(code: str) -> tuple[str, int]:
+        command = [*shell, sys.executable, "-c", code]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=error, text=True, timeout=120)
+        return done.stdout, done.returncode
+
+    yield start
+    os.close(error)
 
 
-def test_a_line_that_cannot_be_written_is_lost_and_nothing_else(unwritable):
-    done = subprocess.run([*unwritable, LOGS], stdout=subprocess.PIPE, text=True, timeout=120)
-    assert (done.stdout, done.returncode) == ("went on\n", 0)
+def test_a_line_that_cannot_be_written_is_lost_and_nothing_else(run):
+    assert run(LOGS) == ("went on\n", 0)
 
 
-def test_signals_do_what_they_are_for_where_their_text_cannot_be_written(unwritable):
-    done = subprocess.run([*unwritable, SIGNALLED], stdout=subprocess.PIPE, text=True, timeout=120)
-    assert (done.stdout, done.returncode) == ("True\n", 1)
+def test_signals_do_what_they_are_for_where_their_text_cannot_be_written(run):
+    assert run(SIGNALLED) == ("True\n", 1)
