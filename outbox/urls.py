@@ -136,7 +136,7 @@ def _hosts(found: dict[str, str], hosts: str) -> list[tuple[str, str]]:
 def _compose(
     scheme: str, found: dict[str, str], *, sockets_in_host: bool = False, quoted_database: str | None = None
 ) -> str:
-    """Return an address. SQLAlchemy accepts several hosts, and the directory of a socket, only after the ``?``.
+    """Return an address. SQLAlchemy accepts several hosts, the directory of a socket and a zone only after the ``?``.
 
     quoted_database   the option for a database whose name has to be quoted; None: it stays in the path. SQLAlchemy 2.0
                       takes the path as it stands, without unquoting it.
@@ -147,13 +147,16 @@ def _compose(
     if user is not None or password is not None:
         text += quote(user or "", safe="") + ("" if password is None else f":{quote(password, safe='')}") + "@"
     host = rest.get("host", "")
-    if host and (sockets_in_host or not ("," in host or host.startswith(("/", "@")))):
+    if host and (sockets_in_host or not ("," in host or "%" in host or host.startswith(("/", "@")))):
         text += ",".join(
-            (f"[{name}]" if ":" in name else quote(name, safe="")) + (f":{port}" if port else "")
+            (f"[{quote(name, safe=':')}]" if ":" in name else quote(name, safe="")) + (f":{port}" if port else "")
             for name, port in _hosts(found, host)
         )
         del rest["host"]
         rest.pop("port", None)
+    elif host and "port" in rest and "," not in rest["port"]:
+        # libpq takes one port for all hosts, SQLAlchemy does not.
+        rest["port"] = ",".join(port for _, port in _hosts(found, host))
     if quoted_database is not None and database is not None and quote(database, safe="") != database:
         rest[quoted_database], database = database, None
     if database is not None or rest:

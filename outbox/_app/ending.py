@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from contextlib import suppress
 from typing import NoReturn
 
 from outbox.stopping import Stopping
@@ -20,7 +22,7 @@ def obey_signals(stop: Stopping, *, first: str, second: str) -> None:
             die(second)
         stop.set()
         # Not with a logger, which this handler may have interrupted.
-        os.write(2, f"outbox: {first}\n".encode())
+        _say(first)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -28,5 +30,12 @@ def obey_signals(stop: Stopping, *, first: str, second: str) -> None:
 
 def die(text: str) -> NoReturn:
     """End at once, as after a kill: the servers roll back what is open."""
-    os.write(2, f"outbox: {text}\n".encode())
+    _say(text)
     os._exit(1)
+
+
+def _say(text: str) -> None:
+    # The pipe may be closed or the disk full. Without a standard error, its number may be a connection's.
+    with suppress(OSError):
+        if sys.stderr is not None:
+            os.write(2, f"outbox: {text}\n".encode())

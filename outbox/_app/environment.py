@@ -23,6 +23,10 @@ from outbox._clients.variables import PREFIX, variable
 from outbox.errors import ConfigurationError
 
 _OF_FILE: Final = "_FILE"
+# Kafka's own options that name a file.
+_OPTION_WITH_FILE: Final = re.compile(
+    r"OUTBOX_(SPARK__)?KAFKA__SASL_OAUTHBEARER_ASSERTION_((JWT_)?TEMPLATE_|PRIVATE_KEY_)?FILE"
+)
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_CACHE": "The directory for the sandbox's downloads. Default: $XDG_CACHE_HOME/outbox or ~/.cache/outbox.",
@@ -67,8 +71,9 @@ def variables(environment: Mapping[str, str]) -> dict[str, Variable]:
         name = given.upper()
         if not name.startswith(PREFIX) or name in READ_ELSEWHERE or _is_service_link(name, value):
             continue
-        content = _content(given, value) if name.endswith(_OF_FILE) else value
-        name = name.removesuffix(_OF_FILE)
+        content = value
+        if name.endswith(_OF_FILE) and not _OPTION_WITH_FILE.fullmatch(name):
+            content, name = _content(given, value), name.removesuffix(_OF_FILE)
         if name in found:
             raise ConfigurationError(f"{found[name].given} and {given} are the same setting: unset one of them")
         found[name] = Variable(given, content)
@@ -94,7 +99,12 @@ def check(environment: Mapping[str, str], settings: type[BaseModel]) -> None:
     for name, found in sorted(variables(environment).items()):
         path = name.removeprefix(PREFIX).lower().split("__")
         setting = find(settings, path)
-        if setting is None:
+        if path[0] == "routes" and len(path) > 1:
+            problems.append(
+                f"{found.given} is not a setting: a variable's name has no lower case, aggregate types may: give "
+                """OUTBOX_ROUTES={"Order": "orders"}"""
+            )
+        elif setting is None:
             near = _nearest(name, settings)
             if near and found.given.upper() != name:
                 near += _OF_FILE

@@ -119,8 +119,15 @@ _COUNT_STRAY: Final = """
 SELECT count(*) FROM ({stray}) AS old JOIN {processed_messages_default} AS p ON p.grp = old.grp AND p.day = old.day"""
 _OWNER: Final = "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = {parent}::regclass"
 
+_DROP_DEPENDENTS: Final = "drop what depends on it"
+
 _BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected)
-_FAILURES: Final = (*_BUSY, errors.InsufficientPrivilege, errors.OutOfMemory)
+_FAILURES: Final = (
+    *_BUSY,
+    errors.InsufficientPrivilege,
+    errors.DependentObjectsStillExist,
+    errors.OutOfMemory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +136,7 @@ class RetentionResult:
 
     problem  why something could not be done.
     denied   the role lacks a right for it.
+    needed   something else depends on what should be dropped, such as a view.
     """
 
     made: Sequence[str] = ()
@@ -136,13 +144,16 @@ class RetentionResult:
     deleted_rows: int = 0
     problem: str | None = None
     denied: bool = False
+    needed: bool = False
 
     def problem_figures(self) -> dict[str, str]:
         """Return the problem for a log, with what the operator can do."""
         figures = {} if self.problem is None else {"problem": self.problem}
-        return figures | (
-            {"to_do": "run `outbox db prune --consumer` as the tables' owner, from cron"} if self.denied else {}
-        )
+        if self.denied:
+            figures["to_do"] = "run `outbox db prune --consumer` as the tables' owner, from cron"
+        elif self.needed:
+            figures["to_do"] = _DROP_DEPENDENTS
+        return figures
 
 
 class IdRetention:
@@ -186,11 +197,14 @@ class IdRetention:
             return RetentionResult(**_why([error]))
         dropped: list[str] = []
         failures: list[psycopg.Error] = []
+        needed: list[psycopg.Error] = []
         deleted = 0
         for name, high in old:
             try:
                 if self._drop(name, high):
                     dropped.append(name)
+            except errors.DependentObjectsStillExist as error:
+                needed.append(error)
             except _FAILURES as error:
                 failures.append(error)
                 # A consumer's own rights are enough for the default partition.
@@ -201,14 +215,15 @@ class IdRetention:
                 deleted += rows
         except _FAILURES as error:
             failures.append(error)
-        return RetentionResult(dropped=tuple(dropped), deleted_rows=deleted, **_why(failures))
+        return RetentionResult(dropped=tuple(dropped), deleted_rows=deleted, **_why([*failures, *needed]))
 
     def prune(self, wait_seconds: float = 30.0) -> Iterator[RetentionResult]:
         """Make and forget what is due, and yield each result; for operators and cron.
 
         wait_seconds  how long to retry while tasks hold the locks.
 
-        Raises SchemaError without the rights of the tables' owner, and ConsumerUnavailable when Postgres is away or
+        Raises SchemaError without the rights of the tables' owner or where something depends on an old day, and
+        ConsumerUnavailable when Postgres is away or
         tasks hold the locks for too long. What was done by then stays done.
         """
         deadline = time.monotonic() + wait_seconds
@@ -223,6 +238,10 @@ class IdRetention:
                         raise SchemaError(
                             f"Postgres, keeping the days of processed_messages: {done.problem}; run it as the owner of "
                             f"the tables, {self._owner()}"
+                        )
+                    if done.needed:
+                        raise SchemaError(
+                            f"Postgres, keeping the days of processed_messages: {done.problem}; {_DROP_DEPENDENTS}"
                         )
                     if time.monotonic() >= deadline:
                         raise ConsumerUnavailable(
@@ -389,9 +408,13 @@ class IdRetention:
 
 
 def _why(failures: Sequence[psycopg.Error]) -> dict[str, Any]:
-    """Return problem and denied of a RetentionResult. What a role must not do will not pass by itself."""
+    """Return problem, denied and needed of a RetentionResult. What a role must not do will not pass by itself."""
+    if not failures:
+        return {}
     denied = [error for error in failures if isinstance(error, errors.InsufficientPrivilege)]
-    return {"problem": first_line((denied or failures)[0]), "denied": bool(denied)} if failures else {}
+    needed = [error for error in failures if isinstance(error, errors.DependentObjectsStillExist)]
+    problem = first_line((denied or needed or failures)[0])
+    return {"problem": problem, "denied": bool(denied), "needed": bool(needed) and not denied}
 
 
 def _named(day: dt.date) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from uuid import UUID
 
 from django.contrib import admin, messages
+from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
 from django.db.models import Func, QuerySet, TextField
 from django.db.models.expressions import RawSQL
@@ -32,12 +33,22 @@ class FirstRows(Paginator):
         return int(self.object_list[:_MOST].count())
 
 
+class _InOrder(ChangeList):
+    """A list in its model's order. ``sortable_by`` takes away the links, but not what an address asks for."""
+
+    def get_ordering(self, *_: Any) -> list[Any]:
+        return list(self.lookup_opts.ordering)
+
+
 class _ReadOnly(admin.ModelAdmin):
     actions = None
     sortable_by = ()
     paginator = FirstRows
     show_full_result_count = False
     list_max_show_all = 0
+
+    def get_changelist(self, *_: Any, **__: Any) -> type[ChangeList]:
+        return _InOrder
 
     def has_add_permission(self, *_: Any, **__: Any) -> bool:
         return False

@@ -4,10 +4,10 @@
 |-----------------------------------------------------|----------------------------------------------------------------|
 | 2xx                                                 | done; the body is the response                                 |
 | 301, 302, 303, 408, 409, 5xx; none, an incomplete   | the outcome is unknown: repeated with the same key             |
-| one, a timeout                                      |                                                                |
-| 423, 425, 429                                       | nothing happened: repeated later, after Retry-After            |
-| 401, 403, 407, 428, 431, 1xx, every other 3xx       | nothing happened: the settings are wrong; stuck in the end     |
-| no connection, no TLS                               | nothing was sent: repeated later                               |
+| one, a timeout; 101 (other 1xx precede the answer)  |                                                                |
+| 421, 423, 425, 429                                  | nothing happened: repeated later, after Retry-After            |
+| 401, 403, 407, 426, 428, 431, every other 3xx       | nothing happened: the settings are wrong; stuck in the end     |
+| no connection, no TLS, nothing that HTTP allows     | nothing was sent: repeated later                               |
 | every other 4xx, and those of ``refusals``          | refused                                                        |
 | every other 4xx of an HttpAsk                       | refused is the GET, which says nothing about the call:         |
 |                                                     | asked again later; stuck in the end                            |
@@ -38,7 +38,7 @@ from outbox.external import exact_json
 from outbox.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 
 _UNKNOWN: Final = frozenset({301, 302, 303, 408, 409})
-_NOTHING_HAPPENED: Final = frozenset({401, 403, 407, 423, 425, 428, 429, 431})
+_NOTHING_HAPPENED: Final = frozenset({401, 403, 407, 421, 423, 425, 426, 428, 429, 431})
 _LONGEST_BODY: Final = 1024 * 1024
 _PORTS: Final = {"https": 443, "http": 80}
 
@@ -98,30 +98,28 @@ class HttpCall:
         headers = {"Accept": "application/json", "Connection": "close", **given, self.key_header: call.key}
         if content is not None:
             headers = {"Content-Type": "application/json", **headers}
-        host, path = target.hostname or "", (target.path or "/") + (f"?{target.query}" if target.query else "")
         # Without the query, which may contain a secret.
         about = f"{target.scheme}://{target.netloc}{target.path}"
         deadline = time.monotonic() + call.timeout
         tls = (self.tls or ssl.create_default_context()) if target.scheme == "https" else None
-        # Always with a port: without one, http.client takes the end of an IPv6 address for it.
-        port = _port(target)
-        connection: http.client.HTTPConnection
-        if tls is None:
-            connection = http.client.HTTPConnection(host, port)
-        else:
-            connection = http.client.HTTPSConnection(host, port, context=tls)
+        try:
+            connection = _prepared(target, tls, self.method, headers, content)
+        except (http.client.HTTPException, ValueError, TypeError) as error:
+            # Their texts quote the query and the headers.
+            problem = f"HTTP does not allow its path, or one of its headers ({type(error).__name__})"
+            raise TryLater(f"{about}: nothing was sent: {problem}") from None
         try:
             try:
                 # With a socket of ours it does not connect by itself.
-                connection.sock = _connected(host, port, deadline)
+                connection.sock = _connected(connection.host, connection.port, deadline)
                 if tls is not None:
-                    connection.sock = tls.wrap_socket(connection.sock, server_hostname=host)
+                    connection.sock = tls.wrap_socket(connection.sock, server_hostname=connection.host)
                 connection.sock.settimeout(_left(deadline))
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise TryLater(f"{about}: nothing was sent: {shown(error)}") from error
             with _ended_at(connection.sock, deadline) as ended:
                 try:
-                    connection.request(self.method, path, content, headers)
+                    connection.endheaders(content)
                     response = connection.getresponse()
                     read = response.read(_LONGEST_BODY)
                 except (OSError, http.client.HTTPException) as error:
@@ -221,6 +219,44 @@ def _port(target: SplitResult) -> int:
     return target.port or _PORTS[target.scheme]
 
 
+class _LastResponse(http.client.HTTPResponse):
+    """Passes over 102 and 103, which precede the answer. The base class does so only with 100."""
+
+    def begin(self) -> None:
+        super().begin()
+        while self.status < 200 and self.status != http.HTTPStatus.SWITCHING_PROTOCOLS:
+            # Else it takes the answer for read.
+            self.headers = self.msg = None  # type: ignore[assignment]
+            super().begin()
+
+
+def _prepared(
+    target: SplitResult, tls: ssl.SSLContext | None, method: str, headers: Mapping[str, str], content: bytes | None
+) -> http.client.HTTPConnection:
+    """Return what has the head of a request and is not connected. Raises errors for what HTTP does not allow."""
+    # Always with a port: without one, http.client takes the end of an IPv6 address for it.
+    host, port = target.hostname or "", _port(target)
+    connection = (
+        http.client.HTTPConnection(host, port) if tls is None else http.client.HTTPSConnection(host, port, context=tls)
+    )
+    connection.response_class = _LastResponse
+    given = {name.lower() for name in headers}
+    connection.putrequest(
+        method,
+        (target.path or "/") + (f"?{target.query}" if target.query else ""),
+        skip_host="host" in given,
+        skip_accept_encoding="accept-encoding" in given,
+    )
+    if (content is not None or method in {"PATCH", "POST", "PUT"}) and not given & {
+        "content-length",
+        "transfer-encoding",
+    }:
+        connection.putheader("Content-Length", str(len(content or b"")))
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    return connection
+
+
 def _connected(host: str, port: int, deadline: float) -> socket.socket:
     """Connect to the first of a host's addresses that answers; each gets its share of the time.
 
@@ -278,7 +314,7 @@ def _ended_at(sock: socket.socket, deadline: float) -> Iterator[threading.Event]
 
 def _failure(status: int, body: Any, retry_after: float | None) -> Refused | TryLater | OutcomeUnknown:
     text = f"HTTP {status}: {json.dumps(body, ensure_ascii=False, default=str)[:500]}"
-    if status >= 500 or status in _UNKNOWN:
+    if status >= 500 or status < 200 or status in _UNKNOWN:
         return OutcomeUnknown(text, retry_after)
     if status < 400 or status in _NOTHING_HAPPENED:
         return TryLater(text, retry_after)
@@ -290,7 +326,7 @@ def _json(read: bytes) -> Any:
         return None
     try:
         return exact_json.loads(read)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"text": read.decode("utf-8", "replace")}
 
 

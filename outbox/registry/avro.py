@@ -129,9 +129,34 @@ class _Walk:
         for name, field in fields.items():
             if name not in value and "default" not in field:
                 raise _Unfit(member(path, name), f"is missing, and {schema['name']} has no default for it")
-        return {
+        left_out = {
+            name: self._default(field["type"], field["default"]) for name, field in fields.items() if name not in value
+        }
+        return left_out | {
             name: self.fitted(fields[name]["type"], item, member(path, name), level + 1) for name, item in value.items()
         }
+
+    def _default(self, schema: Any, default: Any) -> Any:
+        """Return a default as fastavro is to write it. Bytes are text in a schema: a character for each."""
+        if isinstance(schema, str):
+            schema = self.named.get(schema, {"type": schema})
+        if isinstance(schema, list):
+            return self._default(schema[0], default)
+        match schema["type"], default:
+            case ("bytes" | "fixed", str()):
+                return default.encode("latin-1")
+            case ("record" | "error", Mapping()):
+                return {
+                    field["name"]: self._default(field["type"], default.get(field["name"], field.get("default")))
+                    for field in schema["fields"]
+                }
+            case ("array", list()):
+                return [self._default(schema["items"], item) for item in default]
+            case ("map", Mapping()):
+                return {key: self._default(schema["values"], item) for key, item in default.items()}
+            case (str() as kind, _) if kind not in self.named:
+                return default
+        return self._default(schema["type"], default)
 
     def _union(self, branches: list[Any], value: object, path: str, level: int) -> Any:
         problem: _Unfit | None = None

@@ -1,7 +1,8 @@
 """Counts and sums of events by minute: two readers compare millions of events without keeping any.
 
 A sum is that of a keyed hash of each event, modulo 2^128. It does not depend on the order, and a pair does not cancel
-out, as it would with XOR. The key is random, so events can't be made whose hashes add up to the same.
+out, as it would with XOR. The key is random: who can't read it can't make events whose hashes add up to the same.
+Operators and the page can.
 """
 
 from __future__ import annotations

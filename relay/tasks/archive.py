@@ -31,7 +31,7 @@ from psycopg import errors, sql
 from outbox._clients import blocks
 from outbox._clients.counting import counted
 from outbox._clients.errors import first_line
-from outbox.errors import OperationRefused
+from outbox.errors import OperationRefused, SchemaError
 from relay.database import unavailable_on_error
 
 log = structlog.get_logger("relay")
@@ -80,12 +80,21 @@ SELECT (published_at AT TIME ZONE 'UTC')::date, count(*) FROM {default} WHERE pu
 _DELETE_STRAY: Final = "DELETE FROM {default} WHERE {in_step} AND published_at < {before}"
 
 
+# Missing rights, a table with that name, a lock that others hold, a default partition that takes long to read.
+_IN_THE_WAY: Final = (
+    psycopg.ProgrammingError,
+    psycopg.IntegrityError,
+    errors.LockNotAvailable,
+    errors.QueryCanceled,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
     """The work that is due: days to create a partition for, partitions to drop, and old rows in the default partition.
 
     ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days``: how many days ago the oldest due data expired.
-    Once it is done, it is what this process has done.
+    Once it is done, it is what this process has done, and ``failure`` is the first error of the rest.
     """
 
     oldest: dt.date
@@ -93,6 +102,7 @@ class PrunePlan:
     drop: Sequence[str]
     stray_rows: int
     overdue_days: int = 0
+    failure: psycopg.Error | None = None
 
     @property
     def held_back(self) -> bool:
@@ -132,19 +142,22 @@ class Retention:
         with unavailable_on_error("keeping the archive"), self._connect() as connection:
             try:
                 done = self._do(connection, _TRY_LOCK, force=False)
-            except (psycopg.ProgrammingError, psycopg.IntegrityError, errors.LockNotAvailable) as error:
-                # Missing rights, a table with that name, a lock that others hold: publishing goes on in any case.
-                if self._first_today():
-                    log.warning(
-                        "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
-                        "Run `outbox db prune` as the tables' owner",
-                        error=first_line(error),
-                    )
-                return
+                failure = None if done is None else done.failure
+            except _IN_THE_WAY as error:
+                done, failure = None, error
+        held_back = done is not None and done.held_back
+        first_today = (failure is not None or held_back) and self._first_today()
+        if failure is not None and first_today:
+            # Publishing goes on in any case.
+            log.warning(
+                "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
+                "Run `outbox db prune` as the tables' owner",
+                error=first_line(failure),
+            )
         if done is None:
             return
-        if done.held_back:
-            if self._first_today():
+        if held_back:
+            if first_today:
                 log.error("old partitions of the archive are not dropped", error=str(overdue(done)))
             done = replace(done, drop=[], stray_rows=0)
         if done.stray_rows:
@@ -153,7 +166,8 @@ class Retention:
             log.info("archive kept", created=[str(day) for day in done.create], dropped=list(done.drop))
 
     def prune(self, *, dry_run: bool, force: bool = False) -> PrunePlan:
-        """Do the work that is due, or with ``dry_run`` only return it. Raises SchemaError without the owner's rights.
+        """Do the work that is due, or with ``dry_run`` only return it. Raises SchemaError without the owner's rights,
+        and where a view or the like depends on a partition.
 
         Without ``force``, raises OperationRefused when the due data expired too long ago; the coming days'
         partitions are still created.
@@ -163,7 +177,11 @@ class Retention:
                 with connection.transaction():
                     return self._plan(connection)
             plan = self._do(connection, _WAIT_FOR_LOCK, force=force)
-        assert plan is not None
+            assert plan is not None
+            if isinstance(plan.failure, errors.DependentObjectsStillExist):
+                raise SchemaError(f"Postgres, keeping the archive: {first_line(plan.failure)}; drop what depends on it")
+            if plan.failure is not None:
+                raise plan.failure
         if plan.held_back and not force:
             raise overdue(plan)
         return plan
@@ -176,21 +194,41 @@ class Retention:
             plan = self._plan(connection)
         if plan.stray_rows and (force or not plan.held_back):
             plan = replace(plan, stray_rows=self._delete_stray(connection, lock, plan.oldest))
-        if not plan.create and not plan.drop:
-            return plan
-        with self._step(connection, lock) as locked:
-            if not locked:
-                return replace(plan, create=[], drop=[])
-            # Others may have done it between two steps.
-            ranges = self._ranges(connection)
-            names = {name for name, *_ in ranges}
-            plan = replace(
-                plan,
-                create=[day for day in plan.create if not _covered(day, ranges)],
-                drop=[name for name in plan.drop if name in names],
-            )
-            self._change(connection, plan, force=force)
-        return plan
+        return self._change(connection, lock, plan, force=force)
+
+    def _change(
+        self, connection: psycopg.Connection[Any], lock: LiteralString, plan: PrunePlan, *, force: bool
+    ) -> PrunePlan:
+        """Drop and create partitions, each in its own transaction, and return what was done.
+
+        What fails keeps nothing else from being done, but for more of the same: relays wait at each.
+        """
+        failures: list[psycopg.Error] = []
+        dropped: list[str] = []
+        created: list[dt.date] = []
+        may_drop = force or not plan.held_back
+        for name in plan.drop if may_drop else ():
+            try:
+                with self._step(connection, lock) as locked:
+                    # Others may have done it between two steps.
+                    if locked and name in {name for name, *_ in self._ranges(connection)}:
+                        connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
+                        dropped.append(name)
+            except errors.DependentObjectsStillExist as error:
+                failures.append(error)
+            except _IN_THE_WAY as error:
+                failures.append(error)
+                break
+        try:
+            for day in plan.create:
+                with self._step(connection, lock) as locked:
+                    if locked and not _covered(day, self._ranges(connection)):
+                        self._create(connection, day)
+                        created.append(day)
+        except _IN_THE_WAY as error:
+            failures.append(error)
+        done = replace(plan, create=created, drop=dropped if may_drop else plan.drop)
+        return replace(done, failure=failures[0]) if failures else done
 
     @contextmanager
     def _step(self, connection: psycopg.Connection[Any], lock: LiteralString) -> Iterator[bool]:
@@ -245,22 +283,19 @@ class Retention:
         parent = sql.Literal(self._parent.as_string(connection))
         return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
-    def _change(self, connection: psycopg.Connection[Any], plan: PrunePlan, *, force: bool) -> None:
-        if force or not plan.held_back:
-            for name in plan.drop:
-                connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
-        if plan.create:
-            connection.execute(sql.SQL(_HOLD_BACK).format(parent=self._parent))
-        for day in plan.create:
-            names = {
-                "partition": sql.Identifier(self._schema, f"published_{day:%Y_%m_%d}"),
-                "parent": self._parent,
-                "default": self._default,
-                "start": sql.Literal(_midnight(day)),
-                "end": sql.Literal(_midnight(day + dt.timedelta(days=1))),
-            }
-            for statement in _CREATE:
-                connection.execute(sql.SQL(statement).format(**names))
+    def _create(self, connection: psycopg.Connection[Any], day: dt.date) -> None:
+        # Postgres may read all of the default partition for it, and relays wait meanwhile.
+        connection.execute("SET LOCAL statement_timeout = '2s'")
+        connection.execute(sql.SQL(_HOLD_BACK).format(parent=self._parent))
+        names = {
+            "partition": sql.Identifier(self._schema, f"published_{day:%Y_%m_%d}"),
+            "parent": self._parent,
+            "default": self._default,
+            "start": sql.Literal(_midnight(day)),
+            "end": sql.Literal(_midnight(day + dt.timedelta(days=1))),
+        }
+        for statement in _CREATE:
+            connection.execute(sql.SQL(statement).format(**names))
 
     def _first_today(self) -> bool:
         """Return whether this is the first complaint of the day, by the relay's own clock."""

@@ -27,12 +27,12 @@ def run() -> None:
 
 def _end_with_spark(parent: int) -> None:
     """End the driver when its JVM is gone: it can do nothing more, and nothing else would end it."""
+    from outbox._app.ending import die
+
     pause = threading.Event()
     while os.getppid() == parent:
         pause.wait(1.0)
-    sys.stderr.write("outbox: Spark's JVM has ended; nothing is lost, run the job again\n")
-    sys.stderr.flush()
-    os._exit(1)
+    die("Spark's JVM has ended; nothing is lost, run the job again")
 
 
 if __name__ == "__main__":

@@ -14,13 +14,16 @@ from support import (
     caught_up,
     check,
     check_at_most_once,
+    drained,
     ends,
     look_up,
     owners,
     said_to_be_lost,
     wait_until,
+    write,
 )
 
+from outbox import Event
 from outbox.sandbox._ports import free_ports
 
 LEASE = 8.0
@@ -50,6 +53,30 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, orde
     # One kill, of a relay with two lanes; and nothing else, unless a lease was too short for this machine.
     repeats = check(url, outbox_kafka.consume(topic))
     assert repeats <= 2 * BATCH or any("lane lost" in relay.log() for relay in (first, second, third))
+
+
+UNREAD = """
+import os
+read, write = os.pipe()
+os.close(read)
+os.dup2(write, 2)
+from relay.cli import main
+main()
+"""
+
+
+def test_a_relay_whose_log_nobody_reads_any_more_publishes_and_ends_in_order(
+    outbox_postgres, outbox_kafka, outbox_relay, order, tmp_path
+):
+    """As in ``outbox relay run 2>&1 | tee``, whose tee Ctrl-C has ended."""
+    program = tmp_path / "unread.py"
+    program.write_text(UNREAD)
+    relay = outbox_relay(program=(str(program),))
+    write(outbox_postgres.url, [Event(order[0], "k", "T", {"n": n}) for n in range(20)])
+    drained(outbox_postgres.url)
+    ends(relay)
+    assert (relay.log(), owners(outbox_postgres.url)) == ("", {})
+    assert len(outbox_kafka.consume(order[1], 20)) == 20
 
 
 def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay, order):

@@ -18,7 +18,7 @@ import orjson
 import pydantic
 import pytest
 import sqlalchemy as sa
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_column, registry
 
@@ -153,10 +153,28 @@ def test_a_time_whose_offset_has_seconds_is_the_same_time_in_utc():
     assert encoded([old, *others]) == [utc, *encoded(others)]
 
 
-@given(st.datetimes(min_value=dt.datetime(1000, 1, 2), timezones=st.timezones()))
+OFFSETS = st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)).map(
+    lambda offset: dt.timezone(dt.timedelta(seconds=offset // dt.timedelta(seconds=1)))
+)
+
+
+@given(
+    st.datetimes(
+        min_value=dt.datetime(1, 1, 3), max_value=dt.datetime(9999, 12, 29), timezones=st.timezones() | OFFSETS
+    )
+)
+@example(dt.datetime(2025, 1, 1, tzinfo=dt.timezone(dt.timedelta(hours=1, seconds=30))))
+@example(dt.datetime(2025, 1, 1, tzinfo=dt.timezone(dt.timedelta(seconds=-20))))
+@example(dt.datetime(999, 1, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Amsterdam")))
 def test_any_time_is_the_same_time(value):
     found = dt.datetime.fromisoformat(encoded([value])[0])
     assert found.astimezone(dt.UTC) == value.astimezone(dt.UTC)
+
+
+@pytest.mark.parametrize(("last", "seconds"), [(dt.datetime.min, 30), (dt.datetime.max, -30)])
+def test_a_time_with_seconds_in_its_offset_that_has_none_in_utc_is_refused(last, seconds):
+    with pytest.raises(PayloadError):
+        encoded([last.replace(tzinfo=dt.timezone(dt.timedelta(seconds=seconds)))])
 
 
 def test_dataclasses():

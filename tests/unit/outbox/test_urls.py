@@ -216,6 +216,28 @@ def test_a_database_whose_name_has_to_be_quoted(driver, option):
     assert (arguments[option], arguments["host"]) == ("a b/c?", "h")
 
 
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+@pytest.mark.parametrize("hosts", ["a,b", "/tmp,b", "a,b,c"])
+def test_several_hosts_may_have_one_port(hosts, driver):
+    """SQLAlchemy wants one for each."""
+    url = make_url(sqlalchemy_url(f"host={hosts} port=5433 dbname=d", driver))
+    _, found = url.get_dialect()().create_connect_args(url)
+    ports = [5433] * len(hosts.split(","))
+    expected = (hosts, ",".join(map(str, ports))) if driver == "psycopg" else (hosts.split(","), ports)
+    assert (found["host"], found["port"]) == expected
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+@pytest.mark.parametrize("url", ["postgresql://[fe80::1%25eth0]:5/d", "host=fe80::1%eth0 port=5 dbname=d"])
+def test_the_zone_of_an_ipv6_address_is_kept(url, driver):
+    meant = {"host": "fe80::1%eth0", "port": "5", "dbname": "d"}
+    assert conninfo_to_dict(libpq_url(with_database(url, "x"))) == meant | {"dbname": "x"}
+    address = make_url(sqlalchemy_url(url, driver))
+    _, found = address.get_dialect()().create_connect_args(address)
+    assert (found["host"], str(found["port"])) == (meant["host"], meant["port"])
+    assert conninfo_to_dict(libpq_url(sqlalchemy_url(url))) == meant
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [

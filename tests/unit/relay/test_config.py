@@ -186,6 +186,18 @@ def test_a_variable_that_nothing_reads_is_refused(monkeypatch, name, near):
     assert "tops3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["OUTBOX_ROUTES__Order", "OUTBOX_ROUTES__ORDER__TOPIC"])
+def test_a_variable_can_not_name_an_aggregate_type(monkeypatch, name):
+    """It would be that type in lower case, which no event may have."""
+    monkeypatch.setenv(name, "orders")
+    with pytest.raises(ConfigurationError) as caught:
+        load()
+    assert str(caught.value) == (
+        f"{name} is not a setting: a variable's name has no lower case, aggregate types may: give "
+        """OUTBOX_ROUTES={"Order": "orders"}"""
+    )
+
+
 def test_variables_of_other_parts_and_of_kubernetes_are_not(monkeypatch, tmp_path):
     (tmp_path / "given.toml").touch()
     values = dict.fromkeys(environment.READ_ELSEWHERE, "x") | {
@@ -193,7 +205,6 @@ def test_variables_of_other_parts_and_of_kubernetes_are_not(monkeypatch, tmp_pat
         "OUTBOX_CONSUMER__KEEP_DAYS": "3",
         "OUTBOX_SPARK_PACKAGES": "g:a:1",
         "OUTBOX_SPARK__CONF__SPARK_UI_ENABLED": "false",
-        "OUTBOX_ROUTES__ORDER__TOPIC": "orders",
         # The services `outbox` and `outbox-relay`.
         "OUTBOX_SERVICE_HOST": "10.0.0.1",
         "OUTBOX_SERVICE_PORT": "9100",

@@ -20,6 +20,7 @@ from outbox.consumer import retention
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.retention import NO_TIME, STRAY, IdRetention, RetentionResult, _named
 from outbox.consumer.statements import statement
+from outbox.errors import SchemaError
 
 __all__ = ["sink", "with_path_of_role"]
 
@@ -242,6 +243,24 @@ def test_who_locks_all_days_is_not_waited_for_at_each(sink):
         # The last one is free, and is not come to.
         assert sink.memory.forget().dropped == ()
     assert sink.memory.forget() == RetentionResult(dropped=tuple(map(_named, days)))
+
+
+def test_a_view_of_an_old_day_keeps_only_that_day(sink):
+    viewed, later = sink.day(KEEP + 3), sink.day(KEEP + 2)
+    for old in (viewed, later):
+        sink.partition(old)
+    partition = sink.memory._partition(_named(viewed))
+    with psycopg.connect(sink.url) as connection:
+        connection.execute(sql.SQL("CREATE VIEW public.of_a_day AS TABLE {}").format(partition))
+    done = sink.memory.forget()
+    assert done.dropped == (_named(later),)
+    assert _named(viewed) in done.problem_figures()["problem"]
+    assert done.problem_figures()["to_do"] == "drop what depends on it"
+    with pytest.raises(SchemaError, match=r"drop what depends on it$"):
+        list(sink.memory.prune())
+    with psycopg.connect(sink.url) as connection:
+        connection.execute("DROP VIEW public.of_a_day")
+    assert sink.memory.forget() == RetentionResult(dropped=(_named(viewed),))
 
 
 def test_another_sink_in_the_database_does_not_hold_it_up(sink):

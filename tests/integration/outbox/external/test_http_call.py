@@ -40,7 +40,7 @@ def call(order: str, timeout: float = 20.0) -> Call:
         ("404", Refused, "HTTP 404", None),
         ("401:3", TryLater, "HTTP 401", 3.0),
         ("429:7", TryLater, "HTTP 429", 7.0),
-        *((str(status), TryLater, f"HTTP {status}", None) for status in (403, 423, 425, 428, 431)),
+        *((str(status), TryLater, f"HTTP {status}", None) for status in (403, 421, 423, 425, 426, 428, 431)),
         ("307", TryLater, "HTTP 307", None),
         *((str(status), OutcomeUnknown, f"HTTP {status}", None) for status in (301, 302, 303)),
         ("308", TryLater, "HTTP 308", None),
@@ -108,6 +108,67 @@ def test_what_was_never_sent_did_not_happen(provider):
         with pytest.raises(TryLater, match="can't be made"):
             client(call("o"))
     assert provider.requests() == []
+
+
+@pytest.mark.parametrize(
+    ("url", "headers"),
+    [
+        ("{provider}/a b?secret", {}),
+        ("{provider}/é?secret", {}),
+        ("{provider}/x", {"Authorization": "secret €"}),
+        ("{provider}/x", {"Authorization": "secret\nX-Other: 1"}),
+        ("{provider}/x", {"A\nname": "secret"}),
+        ("http://a b/?secret", {}),
+        ("http://a..b/?secret", {}),
+        ("https://.localhost/?secret", {}),
+        ("http://é..b/?secret", {}),
+    ],
+)
+def test_a_request_that_http_does_not_allow_is_not_sent(provider, url, headers):
+    with pytest.raises(TryLater, match="nothing was sent") as caught:
+        HttpCall(url.format(provider=provider.url), headers=headers)(call("o"))
+    assert "secret" not in str(caught.value)
+    assert provider.requests() == []
+
+
+@contextlib.contextmanager
+def answering(content: bytes) -> Iterator[str]:
+    """Answer one request with these bytes; yield where."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+
+        def answer() -> None:
+            with server.accept()[0] as connection, connection.makefile("rb") as request:
+                while (line := request.readline().lower()).strip():
+                    if line.startswith(b"content-length:"):
+                        length = int(line.partition(b":")[2])
+                request.read(length)
+                connection.sendall(content)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/"
+        thread.join(60)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("HTTP/1.1 102 Processing\n\nHTTP/1.1 103 Hints\nLink: x\n\nHTTP/1.1 201 Made\nContent-Length: 1\n\n7", 7),
+        ("HTTP/1.0 103 Hints\n\nHTTP/1.0 200 OK\n\n7", 7),
+        ("HTTP/1.1 103 Hints\n\nHTTP/1.1 402 No\n\n7", Refused),
+        # The provider may go on.
+        ("HTTP/1.1 102 Processing\n\n", OutcomeUnknown),
+        ("HTTP/1.1 101 Other\nUpgrade: x\n\n", OutcomeUnknown),
+        (f"HTTP/1.1 200 OK\n\n{'[' * 5000}{']' * 5000}", {"text": "[" * 5000 + "]" * 5000}),
+    ],
+)
+def test_only_the_last_answer_counts_however_deep_it_is(content, expected):
+    with answering(content.replace("\n", "\r\n").encode()) as url, contextlib.ExitStack() as fails:
+        if isinstance(expected, type):
+            fails.enter_context(pytest.raises(expected))
+        assert HttpCall(url)(call("o")) == expected
 
 
 def test_keys_headers_and_urls_are_what_was_declared(provider):

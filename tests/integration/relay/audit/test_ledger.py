@@ -354,6 +354,21 @@ def test_writers_need_no_right_on_it_and_one_row_is_added_a_statement(ledger):
     assert ledger.rows("SELECT sum(events) FROM outbox.ledger") == [(1001,)]
 
 
+def test_a_writer_can_not_read_its_key_and_writes_also_where_there_is_none(outbox_postgres):
+    write = "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', 'k', 'E')"
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        turn_on(connection, "outbox", None)
+        ((key,),) = connection.execute("SELECT encode(key, 'hex') FROM outbox.ledger_state").fetchall()
+        # Every role may read the bodies of all functions.
+        assert connection.execute("SELECT proname FROM pg_proc WHERE prosrc ~ %s", (key,)).fetchall() == []
+        connection.execute(write)
+        assert connection.execute("SELECT sum(events) FROM outbox.ledger").fetchall() == [(1,)]
+        # As after a restore without this table.
+        connection.execute("DELETE FROM outbox.ledger_state")
+        connection.execute(write)
+        assert connection.execute("SELECT sum(events) FROM outbox.ledger").fetchall() == [(1,)]
+
+
 def test_it_is_turned_on_and_off_once(outbox_postgres):
     def switch(word: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["db", "ledger", word], env={"OUTBOX_DATABASE_URL": outbox_postgres.url})

@@ -400,6 +400,38 @@ def test_upkeep_that_can_not_be_done_is_said_once_a_day_and_is_no_error(archive)
     assert archive.partitions() == {"published_default": 1}
 
 
+def test_relays_do_not_wait_long_for_a_default_partition_that_takes_long_to_read(archive):
+    """Each day by itself: what was done stays done."""
+    archive.fill(0)
+    archive.fill(1)
+    archive.admin.execute(
+        sql.SQL(
+            "CREATE FUNCTION public.slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_sleep(600); END $$; "
+            "CREATE TRIGGER slow BEFORE DELETE ON outbox.published_default FOR EACH ROW "
+            "WHEN (old.published_at >= {}) EXECUTE FUNCTION public.slow()"
+        ).format(sql.Literal(midnight(archive.day(1))))
+    )
+    with capture_logs() as logs:
+        archive.retention().keep()
+    assert ["statement timeout" in line["error"] for line in logs if "error" in line] == [True]
+    assert archive.partitions() == {named(archive.today): 1, "published_default": 1}
+
+
+def test_a_view_of_an_old_day_keeps_only_that_day(archive):
+    viewed, _ = (archive.partition(archive.day(days), archive.day(days + 1)) for days in (-10, -9))
+    archive.admin.execute(sql.SQL("CREATE VIEW public.of_a_day AS TABLE {}").format(sql.Identifier("outbox", viewed)))
+    with capture_logs() as logs:
+        archive.retention().keep()
+    assert [viewed in line["error"] for line in logs if "error" in line] == [True]
+    coming = {named(archive.day(days)) for days in range(4)}
+    assert archive.partitions().keys() == {viewed, "published_default"} | coming
+    refused = prune(archive, "--days", "7", status=1)
+    assert refused.endswith("drop what depends on it\n")
+    archive.admin.execute("DROP VIEW public.of_a_day")
+    prune(archive, "--days", "7")
+    assert archive.partitions().keys() == {"published_default"} | coming
+
+
 def test_upkeep_waits_for_a_lock_for_less_time_than_a_relay_that_archives(archive):
     """A relay waits behind the DROP that waits for a dump: its statement must not be the first to give up."""
     retention = archive.retention()
@@ -439,7 +471,7 @@ def test_a_relay_that_waits_for_the_upkeep_finds_the_new_partition(archive):
     late = threading.Thread(target=publish)
     with psycopg.connect(archive.address()) as upkeep:
         retention = archive.retention()
-        retention._change(upkeep, retention._plan(upkeep), force=False)
+        retention._create(upkeep, archive.today)
         late.start()
         waiting = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'late' AND wait_event_type = 'Lock'"
         wait_until(lambda: archive.rows(waiting), what="the relay waits")

@@ -47,6 +47,17 @@ def test_a_file_has_the_value_without_one_newline_at_its_end(monkeypatch, tmp_pa
     assert load().kafka == {"sasl.password": value}
 
 
+@pytest.mark.parametrize("option", ["file", "jwt.template.file", "private.key.file"])
+def test_an_option_of_kafka_that_names_a_file_is_not_read_from_it(monkeypatch, tmp_path, option):
+    option = f"sasl.oauthbearer.assertion.{option}"
+    name = f"OUTBOX_KAFKA__{option.replace('.', '_').upper()}"
+    monkeypatch.setenv(name, "/run/secrets/key.pem")
+    assert load().kafka == {option: "/run/secrets/key.pem"}
+    monkeypatch.delenv(name)
+    monkeypatch.setenv(f"{name}_FILE", secret(tmp_path, "/run/secrets/key.pem\n"))
+    assert load().kafka == {option: "/run/secrets/key.pem"}
+
+
 @pytest.mark.parametrize("spelled", [str.upper, str.lower])
 def test_any_setting_may_come_from_a_file(monkeypatch, tmp_path, spelled):
     values = {

@@ -185,3 +185,43 @@ def test_a_record_that_holds_itself_is_not_written_for_ever(server):
     endless["t"] = endless
     with pytest.raises(SchemaMismatch, match="levels deep"):
         serializer(order(endless))
+
+
+DECIMAL = {"type": "bytes", "logicalType": "decimal", "precision": 6, "scale": 2}
+INNER = {
+    "type": "record",
+    "name": "Inner",
+    "fields": [
+        field("raw", "bytes", default="\u0000\u00ff"),
+        field("two", {"type": "fixed", "name": "Two", "size": 2}, default="\u0001\u0002"),
+    ],
+}
+DEFAULTS = {
+    "type": "record",
+    "name": "Defaults",
+    "fields": [
+        field("inner", INNER, default={"raw": "\u00e9"}),
+        field("again", "Inner", default={}),
+        field("amount", DECIMAL, default="\u0001\u0000"),
+        field("maybe", [DECIMAL, "null"], default="\u0002"),
+        field("none", ["null", "bytes"], default=None),
+        field("twos", {"type": "array", "items": "Two"}, default=["ab"]),
+        field("raws", {"type": "map", "values": ["bytes", "string"]}, default={"a": "\u00ff"}),
+        field("text", ["string", "bytes"], default="\u00e9"),
+    ],
+}
+
+
+def test_fields_of_bytes_may_be_left_out():
+    """Their defaults are text in a schema: a character for each byte."""
+    written = io.BytesIO(Avro("defaults", DEFAULTS).encode({}))
+    assert fastavro.schemaless_reader(written, fastavro.parse_schema(DEFAULTS)) == {
+        "inner": {"raw": b"\xe9", "two": b"\1\2"},
+        "again": {"raw": b"\0\xff", "two": b"\1\2"},
+        "amount": Decimal("2.56"),
+        "maybe": Decimal("0.02"),
+        "none": None,
+        "twos": [b"ab"],
+        "raws": {"a": b"\xff"},
+        "text": "\u00e9",
+    }
