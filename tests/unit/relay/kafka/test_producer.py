@@ -14,7 +14,16 @@ from sender_support import OPTIONS, AllThere, claim, events, new_sender, soon
 
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.urls import display_url
-from relay.core.ports import BatchRefused, BrokerUnavailable, Claim, DeliveryTimeout, IdBusy, TopicUnusable, Unavailable
+from relay.core.ports import (
+    BatchRefused,
+    BrokerUnavailable,
+    Claim,
+    DeliveryTimeout,
+    IdBusy,
+    StandingError,
+    TopicUnusable,
+    Unavailable,
+)
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import client, fencing
 from relay.kafka.producer import BatchProducer
@@ -227,7 +236,7 @@ def test_several_hosts_are_shown_and_no_secret():
         (psycopg.errors.ReadOnlySqlTransaction, Unavailable),
         (psycopg.errors.IdleInTransactionSessionTimeout, Unavailable),
         (psycopg.errors.TransactionTimeout, Unavailable),
-        (psycopg.errors.CheckViolation, Unavailable),
+        (psycopg.errors.CheckViolation, StandingError),
         (psycopg.errors.AdminShutdown, Unavailable),
         (psycopg.errors.UndefinedTable, SchemaError),
         (psycopg.errors.InsufficientPrivilege, SchemaError),
