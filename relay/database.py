@@ -149,6 +149,10 @@ NOTICE_DEAD_HOSTS: Final[Mapping[str, Any]] = {
 # A statement that waits longer than this for a lock, or runs longer, is cancelled and retried: a relay that hangs in
 # one would keep its lanes without publishing them.
 _LOCK_SECONDS: Final = 10
+LOCK_PART: Final = 0.1
+"""The part of a lease that a relay's statement may wait for a lock: a lane's row may be locked, or not be renewed, for
+as long.
+"""
 _STATEMENT_SECONDS: Final = 120
 
 

@@ -35,6 +35,7 @@ again.
 | two relays reach for one lane           | the second skips the locked row and takes another, or none              |
 | another session has locked its own row  | a beat is given up, but not the session; the leases are renewed         |
 | another session has locked a lane's row | that lane is not renewed, the others are; its lease may run out         |
+| the same when it is released            | the others are released; that one is tried again until its lease ends   |
 | killed after taking a lane              | the row still names the former transactional.id, to be fenced next      |
 | a lane is paused while it is taken      | the taking statement reads the pauses; see pauses.py                    |
 """
@@ -54,7 +55,7 @@ from psycopg import sql
 
 from outbox._clients.clock import DatabaseClock, uptime
 from outbox.errors import SchemaError
-from relay.core.lease import Lease
+from relay.core.lease import Lease, LetGo
 from relay.core.pauses import Pauses
 from relay.database import unavailable_on_error
 from relay.settle.statements import lease_values, names_of
@@ -97,10 +98,17 @@ renewed AS (
       FROM free WHERE l.lane = free.lane RETURNING l.lane)
 SELECT mine.lane, mine.source, renewed.lane IS NOT NULL FROM mine LEFT JOIN renewed ON renewed.lane = mine.lane"""
 
+# A locked row is skipped here too, and returned.
 _RELEASE: Final = """
-UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity',
-       transactional_id = CASE WHEN l.lane = ANY(%(clean)s::smallint[]) THEN NULL ELSE l.transactional_id END
-  FROM {leases} WHERE {ours}"""
+WITH mine AS (
+    SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours}),
+free AS (
+    SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED),
+released AS (
+    UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity',
+           transactional_id = CASE WHEN l.lane = ANY(%(clean)s::smallint[]) THEN NULL ELSE l.transactional_id END
+      FROM free WHERE l.lane = free.lane RETURNING l.lane)
+SELECT lane FROM mine WHERE lane NOT IN (SELECT lane FROM released)"""
 
 _BEAT: Final = """
 INSERT INTO {relays} (instance, version, source, obeys, session, alive_until)
@@ -334,12 +342,13 @@ class LaneTable:
         """Take all lanes of the outbox, or none if one is held or belongs to another source."""
         return self._taken(_ALL)
 
-    def release(self, leases: Collection[Lease], *, clean: Collection[int] = ()) -> None:
-        """Free lanes at once. Does nothing for lanes that another relay has taken.
+    def release(self, leases: Collection[Lease], *, clean: Collection[int] = ()) -> list[int]:
+        """Free lanes at once. Does nothing for lanes that another relay has taken. Returns those that are locked.
 
         ``clean`` are the lanes of which no Kafka transaction can be open: the next holder need not fence this relay.
         """
-        self._run(_RELEASE, {**lease_values(leases), "clean": list(clean)}, "releasing lanes")
+        rows = self._run(_RELEASE, {**lease_values(leases), "clean": list(clean)}, "releasing lanes")
+        return sorted(lane for (lane,) in rows)
 
     @property
     def broken(self) -> bool:
@@ -379,3 +388,24 @@ class LaneTable:
         with unavailable_on_error(doing), limited, self._connection.cursor() as cursor:
             cursor.execute(sql.SQL(query).format(**self._names, **more), values)
             return cursor.fetchall() if cursor.description else []
+
+
+class Releases:
+    """The lanes that the worker has let go of and that are not released yet. ``left``: a lock or a failure kept them.
+
+    Nobody else would free them before their leases end.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[LetGo] = []
+
+    def release(self, table: LaneTable, let_go: Collection[LetGo]) -> list[int]:
+        """Release these lanes, but those that other relays have, and what is left of before. Returns the released."""
+        self.left += [gone for gone in let_go if not gone.lost]
+        if not self.left:
+            return []
+        clean = [gone.lease.lane for gone in self.left if gone.clean]
+        locked = table.release([gone.lease for gone in self.left], clean=clean)
+        released = [gone.lease.lane for gone in self.left if gone.lease.lane not in locked]
+        self.left = [gone for gone in self.left if gone.lease.lane in locked]
+        return released

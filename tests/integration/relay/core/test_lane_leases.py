@@ -66,6 +66,18 @@ def test_a_locked_lane_does_not_keep_the_others_from_being_renewed(outbox_postgr
         assert dict(admin.execute(until).fetchall())[2] > before[2]
 
 
+def test_a_locked_lane_does_not_keep_the_others_from_being_released(outbox_postgres):
+    mine, other = table(outbox_postgres, "me"), table(outbox_postgres, "other")
+    leases = mine.acquire(4)
+    with outbox_postgres.connect() as locking:
+        locking.execute("SELECT 1 FROM outbox.lanes WHERE lane = 2 FOR UPDATE")
+        assert mine.release(leases, clean=range(4)) == [2]
+        assert [lease.lane for lease in other.acquire(4)] == [0, 1, 3]
+    # Only that one is still ours.
+    assert mine.release(leases) == []
+    assert [lease.lane for lease in other.acquire(4)] == [2]
+
+
 def test_a_lease_runs_out_by_the_databases_clock_and_its_epoch_ends(outbox_postgres):
     mine, other = table(outbox_postgres, "me", ttl=30.0), table(outbox_postgres, "other")
     lease = taken(mine)
