@@ -111,10 +111,12 @@ released AS (
 SELECT lane FROM mine WHERE lane NOT IN (SELECT lane FROM released)"""
 
 _BEAT: Final = """
-INSERT INTO {relays} (instance, version, source, obeys, session, alive_until)
-VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, %(session)s, clock_timestamp() + make_interval(secs => %(ttl)s))
+INSERT INTO {relays} (instance, version, source, obeys, session, alive_until, started_at)
+VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, %(session)s, clock_timestamp() + make_interval(secs => %(ttl)s),
+        clock_timestamp() - make_interval(secs => %(age)s))
 ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = excluded.source, obeys = excluded.obeys,
-       session = excluded.session, heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until"""
+       session = excluded.session, heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until,
+       started_at = excluded.started_at"""
 
 # Only if the session that our own row names has ended, and of lanes that no other session has locked.
 _FREE_FORMER: Final = """
@@ -219,8 +221,8 @@ class LaneTable:
 
     ``connection`` is in autocommit; ``pooled``: it goes through a pooler, see begin_session. ``session`` is the number
     that ``lock_session`` returned; None: this relay's leases decide, and it looks for no other sessions. Each look at
-    the distribution notes the database's time in ``clock``. Every method raises Unavailable when Postgres can't be
-    reached, SchemaError when the tables are missing.
+    the distribution notes the database's time in ``clock``. ``began`` is when the relay was started, by ``uptime()``.
+    Every method raises Unavailable when Postgres can't be reached, SchemaError when the tables are missing.
     """
 
     def __init__(
@@ -235,8 +237,10 @@ class LaneTable:
         pooled: bool = False,
         session: int | None = None,
         clock: DatabaseClock | None = None,
+        began: float | None = None,
     ) -> None:
         self._clock = clock
+        self._began = uptime() if began is None else began
         self._connection = connection
         self._pooled = pooled
         self._names = names_of(schema)
@@ -262,6 +266,7 @@ class LaneTable:
             "source": self._source,
             "obeys": sorted(obeys),
             "session": self._session,
+            "age": uptime() - self._began,
         }
         self._run(_BEAT, values, "recording that it is alive")
 

@@ -89,6 +89,7 @@ class Components:
     """Written by the control loop; the task that moves scheduled events reads it."""
     first_contact: Callable[[], None] = lambda: None
     """Asks Kafka for something when the relay starts, and logs that it does not answer. May wait."""
+    began: float = field(default_factory=uptime)
     about: Mapping[str, object] = field(default_factory=dict)
     """The settings that the first line of the log shows."""
 
@@ -256,6 +257,7 @@ class Supervisor:
             pooled=pooled,
             session=session,
             clock=components.clock,
+            began=components.began,
         )
 
     def _begin(self, table: LaneTable) -> None:
