@@ -60,6 +60,7 @@ from relay.core.ports import (
     Failed,
     Fetched,
     LaneLost,
+    NotFenced,
     Publisher,
     Receipt,
     Sent,
@@ -318,7 +319,12 @@ class WorkerLoop:
         due = self.lanes.to_join()
         if not due:
             return
-        failed = publisher.join(due)
+        try:
+            failed = publisher.join(due)
+        except NotFenced as error:
+            if not any(lane.joined for lane in self.lanes.values()):
+                raise
+            failed = dict.fromkeys((lease.lane for lease in due), BrokerUnavailable(str(error)))
         for lease in due:
             if lease.lane not in failed:
                 self.lanes[lease.lane].joined = True

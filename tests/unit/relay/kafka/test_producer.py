@@ -293,7 +293,14 @@ def test_acknowledgements_are_looked_for_more_often_than_librdkafka_does():
     sender.close()
 
 
-def test_an_id_that_is_busy_is_not_asked_for_again_at_once(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        IdBusy("its last transaction can't be ended yet"),
+        BrokerUnavailable("this user may not use it: can't be ended yet"),
+    ],
+)
+def test_an_id_that_can_not_be_fenced_is_not_asked_for_again_at_once(monkeypatch, error):
     """Every lane that names it would wait for it, and keep the worker's other lanes waiting."""
     clock = [0.0]
     asked: list[str] = []
@@ -301,14 +308,14 @@ def test_an_id_that_is_busy_is_not_asked_for_again_at_once(monkeypatch):
     def ask(_options: Mapping[str, Any], each: str) -> None:
         asked.append(each)
         if each == "busy":
-            raise IdBusy("its last transaction can't be ended yet")
+            raise error
 
     monkeypatch.setattr(fencing, "fence", ask)
     monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     fence = fencing.Fencing(OPTIONS)
     for now in (0.0, 3.0, 9.9, 10.1):
         clock[0] = now
-        with pytest.raises(IdBusy, match="can't be ended yet"):
+        with pytest.raises(type(error), match="can't be ended yet"):
             fence("busy")
         fence("well")
     assert asked == ["busy", "well", "well", "well", "busy", "well"]
