@@ -27,7 +27,7 @@ from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
 from relay.core.reports import LoopReports, TurnMetrics
 from relay.database import LOCK_PART, Connector
-from relay.kafka.client import log_unreachable
+from relay.kafka.client import accepted_before, log_unreachable
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
@@ -309,6 +309,7 @@ def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publish
             sending, base_id=base_id, takeover=takeover, lane_count=store.lane_count(), state=state
         )
 
+    @accepted_before()
     def new_publisher(source: Source) -> Publisher:
         store = source.store
         if settings.delivery is not Delivery.EXACTLY_ONCE:

@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from outbox._clients.kafka_client import silent_logger
 from relay.core.ports import BrokerUnavailable, IdBusy
-from relay.kafka.client import text_of
+from relay.kafka.client import accepted_before, text_of
 
 BUSY_SECONDS: Final = 2.0
 """How long to wait for an id whose last transaction has not ended: usually it takes much less, or hours."""
@@ -74,7 +74,8 @@ class Fencing:
         if known is not None and time.monotonic() < known[2]:
             raise known[0](known[1])
         try:
-            fence(self._options, transactional_id)
+            with accepted_before():
+                fence(self._options, transactional_id)
         except BrokerUnavailable as error:
             # Not the exception: its traceback would keep the producer, and those of the times before.
             self._failed[transactional_id] = type(error), str(error), time.monotonic() + _AGAIN_SECONDS
