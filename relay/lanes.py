@@ -33,7 +33,8 @@ again.
 |                                         | seen as always; leases end later by as much                             |
 | relay joins                             | relays with more than their share release the rest between batches      |
 | two relays reach for one lane           | the second skips the locked row and takes another, or none              |
-| another session has locked its own row  | a beat is given up, but not the session; the leases are renewed         |
+| another session has locked its own row  | a beat is given up, but not the session; the leases are renewed, and    |
+|                                         | the pauses are read                                                     |
 | another session has locked a lane's row | that lane is not renewed, the others are; its lease may run out         |
 | the same when it is released            | the others are released; that one is tried again until its lease ends   |
 | killed after taking a lane              | the row still names the former transactional.id, to be fenced next      |
