@@ -115,17 +115,25 @@ def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | 
             f"{text}: this server is a standby that is not promoted, or is set to read only; with several hosts in the "
             "URL, add target_session_attrs=read-write"
         )
-    if isinstance(error, errors.CheckViolation) and error.diag.constraint_name is None:
-        # Not a constraint but a partition bound: a partition of the archive was attached while the row was being
-        # routed.
+    if isinstance(error, errors.CheckViolation) and error.diag.table_name and not error.diag.constraint_name:
+        # Not a constraint, nor a trigger's RAISE, but a partition bound: a partition of the archive was attached while
+        # the row was being routed.
         return DatabaseUnavailable(text)
-    if (error.sqlstate or "")[:2] in _STANDING:
+    standing = (error.sqlstate or "")[:2] in _STANDING
+    if not standing and isinstance(error, _PASSING):
+        return DatabaseUnavailable(text)
+    if standing or _is_another_programs(error):
         place = ".".join(name for name in (error.diag.schema_name, error.diag.table_name) if name)
         return StandingError(
             f"{text}{f' (table {place})' if place else ''}: retrying will not help; see `outbox db check` and "
             "the server's log"
         )
-    return DatabaseUnavailable(text) if isinstance(error, _PASSING) else None
+    return None
+
+
+def _is_another_programs(error: psycopg.Error) -> bool:
+    """Return whether a function raised this error, as a trigger does: with its own SQLSTATE, or by its own mistake."""
+    return error.sqlstate is not None and (bool(error.diag.context) or type(error) is psycopg.DatabaseError)
 
 
 NOTICE_DEAD_HOSTS: Final[Mapping[str, Any]] = {
@@ -141,6 +149,10 @@ NOTICE_DEAD_HOSTS: Final[Mapping[str, Any]] = {
 # A statement that waits longer than this for a lock, or runs longer, is cancelled and retried: a relay that hangs in
 # one would keep its lanes without publishing them.
 _LOCK_SECONDS: Final = 10
+LOCK_PART: Final = 0.1
+"""The part of a lease that a relay's statement may wait for a lock: a lane's row may be locked, or not be renewed, for
+as long.
+"""
 _STATEMENT_SECONDS: Final = 120
 
 

@@ -83,11 +83,14 @@ _VERIFIED: Final = """
 SELECT topic, verified_until, missing, repeated, other, skipped, checked_at, {differences} AS differences
   FROM {verified} ORDER BY topic"""
 
+# Who holds lanes may publish: also a relay that has just left them with a turn in flight, or whose own row is locked.
 _PAUSES: Final = """
 SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason,
-       ARRAY(SELECT r.instance FROM {relays} AS r
-              WHERE r.alive_until >= clock_timestamp() AND NOT p.number = ANY(r.obeys)
-              ORDER BY r.instance) AS unconfirmed
+       ARRAY(SELECT instance FROM {relays} WHERE alive_until >= clock_timestamp() AND NOT p.number = ANY(obeys)
+              UNION
+             SELECT owner FROM {lanes} WHERE owner IS NOT NULL AND lease_until >= clock_timestamp()
+                AND NOT EXISTS (SELECT FROM {relays} WHERE instance = owner AND p.number = ANY(obeys))
+              ORDER BY 1) AS unconfirmed
   FROM {pauses} AS p ORDER BY p.scope, p.name"""
 
 _HOLDS_FIRST: Final = """

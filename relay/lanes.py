@@ -33,8 +33,10 @@ again.
 |                                         | seen as always; leases end later by as much                             |
 | relay joins                             | relays with more than their share release the rest between batches      |
 | two relays reach for one lane           | the second skips the locked row and takes another, or none              |
-| another session has locked its own row  | a beat is given up, but not the session; the leases are renewed         |
+| another session has locked its own row  | a beat is given up, but not the session; the leases are renewed, and    |
+|                                         | the pauses are read                                                     |
 | another session has locked a lane's row | that lane is not renewed, the others are; its lease may run out         |
+| the same when it is released            | the others are released; that one is tried again until its lease ends   |
 | killed after taking a lane              | the row still names the former transactional.id, to be fenced next      |
 | a lane is paused while it is taken      | the taking statement reads the pauses; see pauses.py                    |
 """
@@ -54,7 +56,7 @@ from psycopg import sql
 
 from outbox._clients.clock import DatabaseClock, uptime
 from outbox.errors import SchemaError
-from relay.core.lease import Lease
+from relay.core.lease import Lease, LetGo
 from relay.core.pauses import Pauses
 from relay.database import unavailable_on_error
 from relay.settle.statements import lease_values, names_of
@@ -97,16 +99,25 @@ renewed AS (
       FROM free WHERE l.lane = free.lane RETURNING l.lane)
 SELECT mine.lane, mine.source, renewed.lane IS NOT NULL FROM mine LEFT JOIN renewed ON renewed.lane = mine.lane"""
 
+# A locked row is skipped here too, and returned.
 _RELEASE: Final = """
-UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity',
-       transactional_id = CASE WHEN l.lane = ANY(%(clean)s::smallint[]) THEN NULL ELSE l.transactional_id END
-  FROM {leases} WHERE {ours}"""
+WITH mine AS (
+    SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours}),
+free AS (
+    SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED),
+released AS (
+    UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity',
+           transactional_id = CASE WHEN l.lane = ANY(%(clean)s::smallint[]) THEN NULL ELSE l.transactional_id END
+      FROM free WHERE l.lane = free.lane RETURNING l.lane)
+SELECT lane FROM mine WHERE lane NOT IN (SELECT lane FROM released)"""
 
 _BEAT: Final = """
-INSERT INTO {relays} (instance, version, source, obeys, session, alive_until)
-VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, %(session)s, clock_timestamp() + make_interval(secs => %(ttl)s))
+INSERT INTO {relays} (instance, version, source, obeys, session, alive_until, started_at)
+VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, %(session)s, clock_timestamp() + make_interval(secs => %(ttl)s),
+        clock_timestamp() - make_interval(secs => %(age)s))
 ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = excluded.source, obeys = excluded.obeys,
-       session = excluded.session, heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until"""
+       session = excluded.session, heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until,
+       started_at = excluded.started_at"""
 
 # Only if the session that our own row names has ended, and of lanes that no other session has locked.
 _FREE_FORMER: Final = """
@@ -211,8 +222,8 @@ class LaneTable:
 
     ``connection`` is in autocommit; ``pooled``: it goes through a pooler, see begin_session. ``session`` is the number
     that ``lock_session`` returned; None: this relay's leases decide, and it looks for no other sessions. Each look at
-    the distribution notes the database's time in ``clock``. Every method raises Unavailable when Postgres can't be
-    reached, SchemaError when the tables are missing.
+    the distribution notes the database's time in ``clock``. ``began`` is when the relay was started, by ``uptime()``.
+    Every method raises Unavailable when Postgres can't be reached, SchemaError when the tables are missing.
     """
 
     def __init__(
@@ -227,8 +238,10 @@ class LaneTable:
         pooled: bool = False,
         session: int | None = None,
         clock: DatabaseClock | None = None,
+        began: float | None = None,
     ) -> None:
         self._clock = clock
+        self._began = uptime() if began is None else began
         self._connection = connection
         self._pooled = pooled
         self._names = names_of(schema)
@@ -254,6 +267,7 @@ class LaneTable:
             "source": self._source,
             "obeys": sorted(obeys),
             "session": self._session,
+            "age": uptime() - self._began,
         }
         self._run(_BEAT, values, "recording that it is alive")
 
@@ -334,12 +348,13 @@ class LaneTable:
         """Take all lanes of the outbox, or none if one is held or belongs to another source."""
         return self._taken(_ALL)
 
-    def release(self, leases: Collection[Lease], *, clean: Collection[int] = ()) -> None:
-        """Free lanes at once. Does nothing for lanes that another relay has taken.
+    def release(self, leases: Collection[Lease], *, clean: Collection[int] = ()) -> list[int]:
+        """Free lanes at once. Does nothing for lanes that another relay has taken. Returns those that are locked.
 
         ``clean`` are the lanes of which no Kafka transaction can be open: the next holder need not fence this relay.
         """
-        self._run(_RELEASE, {**lease_values(leases), "clean": list(clean)}, "releasing lanes")
+        rows = self._run(_RELEASE, {**lease_values(leases), "clean": list(clean)}, "releasing lanes")
+        return sorted(lane for (lane,) in rows)
 
     @property
     def broken(self) -> bool:
@@ -379,3 +394,24 @@ class LaneTable:
         with unavailable_on_error(doing), limited, self._connection.cursor() as cursor:
             cursor.execute(sql.SQL(query).format(**self._names, **more), values)
             return cursor.fetchall() if cursor.description else []
+
+
+class Releases:
+    """The lanes that the worker has let go of and that are not released yet. ``left``: a lock or a failure kept them.
+
+    Nobody else would free them before their leases end.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[LetGo] = []
+
+    def release(self, table: LaneTable, let_go: Collection[LetGo]) -> list[int]:
+        """Release these lanes, but those that other relays have, and what is left of before. Returns the released."""
+        self.left += [gone for gone in let_go if not gone.lost]
+        if not self.left:
+            return []
+        clean = [gone.lease.lane for gone in self.left if gone.clean]
+        locked = table.release([gone.lease for gone in self.left], clean=clean)
+        released = [gone.lease.lane for gone in self.left if gone.lease.lane not in locked]
+        self.left = [gone for gone in self.left if gone.lease.lane in locked]
+        return released

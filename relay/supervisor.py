@@ -32,8 +32,8 @@ from relay.core.loop import WorkerLoop
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Publisher, Source, StatementCutShort, Unavailable
 from relay.core.reports import FailureLog, LoopReports, Reminder, TurnMetrics
-from relay.database import Connector, begin_session, unavailable_on_error
-from relay.lanes import LaneDistribution, LaneTable, lock_session, next_step, source_problem
+from relay.database import LOCK_PART, Connector, begin_session, unavailable_on_error
+from relay.lanes import LaneDistribution, LaneTable, Releases, lock_session, next_step, source_problem
 from relay.tasks.scheduled import NextDue
 from relay.upkeep import MaintenanceTask
 
@@ -89,6 +89,7 @@ class Components:
     """Written by the control loop; the task that moves scheduled events reads it."""
     first_contact: Callable[[], None] = lambda: None
     """Asks Kafka for something when the relay starts, and logs that it does not answer. May wait."""
+    began: float = field(default_factory=uptime)
     about: Mapping[str, object] = field(default_factory=dict)
     """The settings that the first line of the log shows."""
 
@@ -124,6 +125,7 @@ class Supervisor:
     def __init__(self, components: Components) -> None:
         self._components = components
         self._held = HeldLanes()
+        self._releases = Releases()
         self._health = WorkerHealth(STANDING_LEASES * components.lease_seconds)
         self._worker = _WorkerThread(components, self._held, self._health)
         self._source_problem: str | None = None
@@ -217,7 +219,12 @@ class Supervisor:
                 self._table = self._connect()
             if not self._begun:
                 self._begin(self._table)
-            self._keep(self._table)
+            try:
+                self._keep(self._table)
+            except StatementCutShort:
+                # With the leases renewed, we would publish on without knowing the pauses.
+                self._balance(self._table)
+                raise
             self._balance(self._table)
             self._health.ticked(started=self._worker.loop.has_succeeded or not self._held.leases)
             if self._fails:
@@ -236,7 +243,7 @@ class Supervisor:
         source = "polling" if components.all_lanes is None else "wal"
         connection = components.connect()
         with unavailable_on_error("beginning a session"):
-            pooled = not begin_session(connection)
+            pooled = not begin_session(connection, components.lease_seconds * LOCK_PART)
             session = lock_session(connection) if components.ends_with_session and not pooled else None
         # The next beat tells the others of this session, and the next renewal shows whether the lanes are still ours.
         self._beat_at = -1e9
@@ -250,6 +257,7 @@ class Supervisor:
             pooled=pooled,
             session=session,
             clock=components.clock,
+            began=components.began,
         )
 
     def _begin(self, table: LaneTable) -> None:
@@ -276,10 +284,9 @@ class Supervisor:
         """Record that we are alive, renew the leases, and release lanes that the worker has let go of."""
         now = uptime()  # the clock of leases: they are renewed as soon as a suspended machine wakes
         let_go = self._held.take_let_go()
-        if let_go:
-            # Whether a turn or the renewal has found them taken.
-            self._components.meter.lanes_lost(sum(gone.lost for gone in let_go))
-            self._release(table, let_go)
+        # Whether a turn or the renewal has found them taken.
+        self._components.meter.lanes_lost(sum(gone.lost for gone in let_go))
+        self._release(table, let_go)
         obeyed = self._components.pauses.obeyed.numbers
         # Three times within a lease, and slightly early, because ticks are not exact.
         if now - self._beat_at >= self._components.lease_seconds / 3 - self._tick_seconds / 3:
@@ -299,10 +306,9 @@ class Supervisor:
         try:
             if not self._away:
                 table.beat(self._components.pauses.obeyed.numbers)
-        except Unavailable as error:
+        except StatementCutShort:
             # Another session has our row locked, but not those of the lanes.
-            if isinstance(error, StatementCutShort):
-                self._renew(table)
+            self._renew(table)
             raise
         self._renew(table)
         self._beat_at = now
@@ -333,13 +339,15 @@ class Supervisor:
             )
 
     def _release(self, table: LaneTable, let_go: Sequence[LetGo]) -> None:
-        if ours := _give_back(table, let_go):
-            log.info("lanes released", lanes=listed(ours))
-        if self._components.all_lanes is not None:
-            if self._held.leases:
-                self._held.recall_all(settle_seconds=self._settle_seconds)
-            else:
-                self._components.let_go_all()
+        try:
+            if released := self._releases.release(table, let_go):
+                log.info("lanes released", lanes=listed(released))
+        finally:
+            if let_go and self._components.all_lanes is not None:
+                if self._held.leases:
+                    self._held.recall_all(settle_seconds=self._settle_seconds)
+                else:
+                    self._components.let_go_all()
 
     def _balance(self, table: LaneTable) -> None:
         distribution = table.distribution(self._components.next_due)
@@ -481,8 +489,8 @@ class Supervisor:
                 self._table = self._connect()
             # A worker that ended with an error has not let go of its lanes.
             left = [] if abandoned else [LetGo(lease, clean=False) for lease in self._held.leases]
-            _give_back(self._table, [*self._held.take_let_go(), *left])
-            if not abandoned:
+            self._releases.release(self._table, [*self._held.take_let_go(), *left])
+            if not abandoned and not self._releases.left:  # others take those when our session has ended
                 self._table.leave()
         except (Unavailable, SchemaError) as error:
             # The leases expire by themselves.
@@ -490,11 +498,3 @@ class Supervisor:
         finally:
             if not abandoned:
                 self._disconnect()
-
-
-def _give_back(table: LaneTable, let_go: Sequence[LetGo]) -> list[int]:
-    """Release those of these lanes that no other relay has. Returns them."""
-    ours = [gone for gone in let_go if not gone.lost]
-    if ours:
-        table.release([gone.lease for gone in ours], clean=[gone.lease.lane for gone in ours if gone.clean])
-    return [gone.lease.lane for gone in ours]

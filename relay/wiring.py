@@ -26,8 +26,8 @@ from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
 from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, TopicUnusable, kind_of
 from relay.core.reports import LoopReports, TurnMetrics
-from relay.database import Connector
-from relay.kafka.client import log_unreachable
+from relay.database import LOCK_PART, Connector
+from relay.kafka.client import accepted_before, log_unreachable
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
@@ -73,8 +73,6 @@ _TRANSACTIONS_SECONDS: Final = 60.0
 _PARTITIONS_SECONDS: Final = 60.0
 # The part of a lease, besides the time for a turn, for reading, settling, and clock differences.
 _SPARE_PART: Final = 0.1
-# The part of a lease for which a lane's row may be locked while its statement waits for another lock.
-_LOCK_PART: Final = 0.1
 # The bases of transactional ids that a worker remembers as its own. Lanes' rows name at most the last few of them; an
 # older one is fenced like another worker's.
 _BASES: Final = 8
@@ -246,7 +244,7 @@ class _Wal:
             on_dead=reports.dead,
             archive=self._settings.relay.archive_days > 0,
             renew_part=self._renew_part,
-            lock_seconds=self._settings.relay.lease_seconds * _LOCK_PART,
+            lock_seconds=self._settings.relay.lease_seconds * LOCK_PART,
         )
 
 
@@ -264,7 +262,7 @@ def _source(
     }
     if not at_most_once:
         # Otherwise a dead letter that waits longer is lost.
-        options["lock_seconds"] = settings.relay.lease_seconds * _LOCK_PART
+        options["lock_seconds"] = settings.relay.lease_seconds * LOCK_PART
 
     def held(claim: Claim) -> bool:
         try:
@@ -311,6 +309,7 @@ def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publish
             sending, base_id=base_id, takeover=takeover, lane_count=store.lane_count(), state=state
         )
 
+    @accepted_before()
     def new_publisher(source: Source) -> Publisher:
         store = source.store
         if settings.delivery is not Delivery.EXACTLY_ONCE:

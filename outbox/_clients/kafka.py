@@ -69,14 +69,18 @@ class Certificates:
 _UNKNOWN: Final = re.compile(r'No such configuration property: "(.+)"')
 
 
-def refused_options(error: KafkaException) -> ConfigurationError:
+class OptionsRefused(ConfigurationError):
+    """librdkafka takes no client with these options: it does not know one, or can't read a file that one names."""
+
+
+def refused_options(error: KafkaException) -> OptionsRefused:
     """Return the error for options that librdkafka refuses, with the variable of one that it does not know."""
     inner = error.args[0]
     text = inner.str() if isinstance(inner, KafkaError) else str(error)
     unknown = _UNKNOWN.search(text)
     if unknown is not None:
         text += f"; it comes from {variable(('kafka', unknown[1]))}, or from [kafka] in the file"
-    return ConfigurationError(f"Kafka options: {text}")
+    return OptionsRefused(f"Kafka options: {text}")
 
 
 CIRCUMSTANCES: Final = re.compile(r" \(after \d+ms in state .*\)$")

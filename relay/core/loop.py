@@ -60,6 +60,7 @@ from relay.core.ports import (
     Failed,
     Fetched,
     LaneLost,
+    NotFenced,
     Publisher,
     Receipt,
     Sent,
@@ -318,7 +319,12 @@ class WorkerLoop:
         due = self.lanes.to_join()
         if not due:
             return
-        failed = publisher.join(due)
+        try:
+            failed = publisher.join(due)
+        except NotFenced as error:
+            if not any(lane.joined for lane in self.lanes.values()):
+                raise
+            failed = dict.fromkeys((lease.lane for lease in due), BrokerUnavailable(str(error)))
         for lease in due:
             if lease.lane not in failed:
                 self.lanes[lease.lane].joined = True
@@ -368,11 +374,15 @@ class WorkerLoop:
                 published[number] = receipt.published
                 # The turn before may or may not be settled by now.
                 lane.unsettled = lane.unsettled.then(receipt.published) if number in settling else receipt.published
+        # Before they are settled: if that fails, they are settled again without a receipt.
+        self._report_published(sent.receipts)
         failed = source.settle(sent.receipts)
         for number in settling:
             if number not in failed and (known := self.lanes.get(number)) is not None:
                 known.unsettled = published.get(number, NOTHING)
-        self._report(sent.receipts)
+        for number, receipt in sent.receipts.items():
+            for claim, reason in receipt.refused:
+                self._observer.refused(number, claim, reason)
         if sent.publisher_unusable:
             # Acknowledged events must not be sent again only because something else failed.
             failed = {**failed, **source.flush(list(sent.receipts))}
@@ -381,10 +391,7 @@ class WorkerLoop:
         self._handle_failed(failed)
         return failed
 
-    def _report(self, receipts: Mapping[int, Receipt]) -> None:
-        for number, receipt in receipts.items():
-            for claim, reason in receipt.refused:
-                self._observer.refused(number, claim, reason)
+    def _report_published(self, receipts: Mapping[int, Receipt]) -> None:
         if published := [receipt.published.rows for receipt in receipts.values() if receipt.published.rows]:
             self._observer.published(published, self._acknowledged_at)
 

@@ -14,6 +14,8 @@ topic that can't be written to; no attempt of theirs is counted.
 | committed after its last census           | and they are recorded before the lane is given to the worker's loop      |
 | a relay sleeps (SIGSTOP) while the pause  | it does not confirm, and the command names it; on waking it may still    |
 | is requested                              | publish one turn, if its leases have not expired                         |
+| its row in relays is locked, or gone: it  | as long as it holds lanes the command names it; it obeys all the same    |
+| has left its lanes with a turn in flight  |                                                                          |
 | Postgres is unavailable                   | the pauses that were read last hold                                      |
 | source wal, a lane is paused              | it goes over to the table durably; its events are dropped from the       |
 |                                           | stream: the slot advances, and other lanes go on. On resume the lane     |

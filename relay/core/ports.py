@@ -169,6 +169,13 @@ class IdBusy(BrokerUnavailable):
     """
 
 
+class NotFenced(BrokerUnavailable):
+    """A former publisher of all lanes that were to join can't be fenced. Nothing was done with them.
+
+    Lanes that have joined go on: the publisher is as good as before.
+    """
+
+
 class UndecidedTransaction(BrokerUnavailable):
     """A partition ends in a transaction that is neither committed nor aborted."""
 

@@ -11,7 +11,7 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
-from outbox._clients.kafka import CIRCUMSTANCES, complete
+from outbox._clients.kafka import CIRCUMSTANCES, OptionsRefused, complete
 from outbox._clients.kafka_client import Admin
 from outbox.consumer.messages import UndecodableHeaders
 from outbox.consumer.messages import headers_of as safe_headers
@@ -74,6 +74,16 @@ def unavailable_on_kafka_error(doing: str) -> Iterator[None]:
         yield
     except KafkaException as error:
         raise BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}") from error
+
+
+@contextmanager
+def accepted_before() -> Iterator[None]:
+    """Turn a refusal of options that the relay began with into BrokerUnavailable: a file that they name is replaced."""
+    try:
+        yield
+    except OptionsRefused as error:
+        text = f"{error}; they were accepted when the relay began: is a file being replaced?"
+        raise BrokerUnavailable(text) from error
 
 
 def headers_of(message: Message) -> dict[str, Any]:

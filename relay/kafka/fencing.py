@@ -12,14 +12,14 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 from outbox._clients.kafka import ConnectionErrors, complete, refused_options
 from outbox._clients.kafka_client import silent_logger
 from relay.core.ports import BrokerUnavailable, IdBusy
-from relay.kafka.client import text_of
+from relay.kafka.client import accepted_before, text_of
 
 BUSY_SECONDS: Final = 2.0
 """How long to wait for an id whose last transaction has not ended: usually it takes much less, or hours."""
 
 # A busy id is usually free within milliseconds. A client asks again only half a second later, a new one at once.
 _FIRST_AGAIN_SECONDS: Final = 0.1
-_BUSY_AGAIN_SECONDS: Final = 10.0
+_AGAIN_SECONDS: Final = 10.0
 _CONNECT_SECONDS: Final = 0.5
 
 _FORBIDDEN: Final = frozenset(
@@ -61,25 +61,26 @@ def fence(
 
 
 class Fencing:
-    """Fences ids, and remembers busy ones for a while: otherwise each lane that names such an id would wait for it
-    again. Not thread-safe.
+    """Fences ids, and remembers for a while which ones it can't fence: otherwise each lane that names such an id would
+    wait for it again. Not thread-safe.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._busy: dict[str, tuple[str, float]] = {}
+        self._failed: dict[str, tuple[type[BrokerUnavailable], str, float]] = {}
 
     def __call__(self, transactional_id: str) -> None:
-        known = self._busy.get(transactional_id)
-        if known is not None and time.monotonic() < known[1]:
-            raise IdBusy(known[0])
+        known = self._failed.get(transactional_id)
+        if known is not None and time.monotonic() < known[2]:
+            raise known[0](known[1])
         try:
-            fence(self._options, transactional_id)
-        except IdBusy as busy:
+            with accepted_before():
+                fence(self._options, transactional_id)
+        except BrokerUnavailable as error:
             # Not the exception: its traceback would keep the producer, and those of the times before.
-            self._busy[transactional_id] = (str(busy), time.monotonic() + _BUSY_AGAIN_SECONDS)
+            self._failed[transactional_id] = type(error), str(error), time.monotonic() + _AGAIN_SECONDS
             raise
-        self._busy.pop(transactional_id, None)
+        self._failed.pop(transactional_id, None)
 
 
 def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:

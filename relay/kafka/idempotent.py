@@ -23,6 +23,7 @@ from relay.core.ports import (
     DeliveryTimeout,
     Failed,
     Kind,
+    NotFenced,
     Receipt,
     Sent,
     Unavailable,
@@ -59,7 +60,13 @@ class IdempotentPublisher:
         former = [lease for lease in leases if lease.former_id is not None]
         if not former or self._takeover is None:
             return {}
-        return self._takeover.take_over(former).failed
+        try:
+            return self._takeover.take_over(former).failed
+        except NotFenced as error:
+            if len(former) == len(leases):
+                raise
+            # The others need no fence.
+            return dict.fromkeys((lease.lane for lease in former), BrokerUnavailable(str(error)))
 
     @traced
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException
@@ -11,6 +12,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ConfigResource,
 )
 
+from outbox._clients.kafka import OptionsRefused
 from outbox._clients.kafka_client import Admin
 from outbox._clients.kafka_rules import is_silence
 
@@ -37,6 +39,11 @@ class SharedMetadata:
     def note(self, errors: Iterable[KafkaException]) -> None:
         """Note how requests failed, when none is in flight: after a time-out another client asks."""
         if any(is_silence(error.args[0]) for error in errors):
+            self._another_client()
+
+    def _another_client(self) -> None:
+        # While a file of certificates is replaced, there is none; the present one goes on until the next failure.
+        with suppress(OptionsRefused):
             self.admin = Admin(self._options)
 
     def topics(self, seconds: float, since: float = float("-inf")) -> ClusterMetadata:
@@ -55,7 +62,7 @@ class SharedMetadata:
                 # Not the exception: its traceback would keep all that its callers have.
                 self._answer = error.args[0]
                 # A client reads its certificates once; by now they may be renewed.
-                self.admin = Admin(self._options)
+                self._another_client()
             self._until = self._clock() + _SHARED_SECONDS
         if isinstance(self._answer, KafkaError):
             raise KafkaException(self._answer)

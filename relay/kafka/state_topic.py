@@ -25,7 +25,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import ConfigResource, NewPartitions  # type: ignore[attr-defined]
@@ -36,6 +36,7 @@ from outbox.errors import ConfigurationError
 from relay.core.marker import Marker, StateLost
 from relay.core.ports import BrokerUnavailable, UndecidedTransaction
 from relay.kafka.client import (
+    accepted_before,
     create_topic,
     is_end,
     partitions_text,
@@ -98,7 +99,8 @@ class StateTopic:
         with self._lock:
             if self._checked >= lanes:
                 return
-            admin = Admin(self._options)
+            with accepted_before():
+                admin = Admin(self._options)
             try:
                 with admin.explaining():
                     self._require(admin, lanes)
@@ -121,16 +123,11 @@ class StateTopic:
         Raises Unavailable when a partition can't be read to its end by then.
         """
         wanted = set(lanes)
-        consumer = Consumer(
-            reader_options(
-                self._options,
-                "outbox-relay-state",
-                "read_committed",
-                {"auto.offset.reset": "error", "enable.partition.eof": True, "fetch.wait.max.ms": 10},
-            ),
-            logger=silent_logger(),
-        )
-        with closing(consumer), unavailable_on_kafka_error(f"reading {self.name!r}"):
+        with (
+            accepted_before(),
+            unavailable_on_kafka_error(f"reading {self.name!r}"),
+            closing(Consumer(self._reader_options(), logger=silent_logger())) as consumer,
+        ):
             offsets = Offsets(self._options)
             there = wanted & {partition.number for partition in offsets.partitions({self.name})}
             low, ends, undecided = self._bounds(offsets, there, decided=decided)
@@ -148,6 +145,10 @@ class StateTopic:
             except StateLost as error:
                 broken[lane] = StateLost(f"{self.name!r} partition {lane}: {error}")
         return MarkersRead(markers, broken)
+
+    def _reader_options(self) -> dict[str, Any]:
+        more = {"auto.offset.reset": "error", "enable.partition.eof": True, "fetch.wait.max.ms": 10}
+        return reader_options(self._options, "outbox-relay-state", "read_committed", more)
 
     def _bounds(
         self, offsets: Offsets, lanes: Collection[int], *, decided: bool

@@ -40,6 +40,7 @@ from relay.core.ports import (
     IdBusy,
     LaneLocked,
     LaneLost,
+    NotFenced,
     StatementCutShort,
     TakeoverStore,
     Unavailable,
@@ -153,7 +154,8 @@ class Takeover:
     def _fence_former(self, leases: Sequence[Lease], seen: Mapping[int, Marker | None]) -> dict[int, OutboxError]:
         """Fence each id once. Returns the lanes with an id that could not be fenced.
 
-        Raises Unavailable when the first id fails: the brokers are unavailable. A busy id says nothing about others.
+        Raises NotFenced if all lanes depend on one that could not be, and is not only busy: then the brokers may be
+        unavailable.
         """
         ids: dict[str, list[int]] = {}
         for lease in leases:
@@ -161,14 +163,14 @@ class Takeover:
                 for each in own_ids(base):
                     ids.setdefault(each, []).append(lease.lane)
         failed: dict[int, OutboxError] = {}
-        for number, (each, lanes) in enumerate(ids.items()):
+        for each, lanes in ids.items():
             if failed.keys() >= set(lanes):
                 continue
             try:
                 self._fence(each)
             except Unavailable as error:
-                if number == 0 and not isinstance(error, IdBusy):
-                    raise
+                if len(lanes) == len(leases) and not isinstance(error, IdBusy):
+                    raise NotFenced(str(error)) from error
                 # Without the traceback, which would keep the producer: its threads and connections last as long as it.
                 failed |= dict.fromkeys(lanes, type(error)(str(error)))
         return failed

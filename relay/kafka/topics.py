@@ -236,9 +236,16 @@ class Topics:
                 self._usable(topic)
 
     def forbidden(self, topics: Collection[str]) -> list[str]:
+        """Return what ``unwritable`` returns, and mark these topics unusable."""
+        found = self.unwritable(topics)
+        for topic in found:
+            self.refused(topic, FORBIDDEN.format(topic=topic))
+        return found
+
+    def unwritable(self, topics: Collection[str]) -> list[str]:
         """Return the topics to which this user may not write, as far as the broker says.
 
-        Marks them unusable. For errors that do not name the topic, such as those of AddPartitionsToTxn.
+        For errors that do not name the topic, such as those of AddPartitionsToTxn.
         """
         if not topics:
             return []
@@ -257,8 +264,6 @@ class Topics:
             if operations is not None and AclOperation.WRITE not in operations:
                 found.append(topic)
         self._metadata.note(failed)
-        for topic in found:
-            self.refused(topic, FORBIDDEN.format(topic=topic))
         return found
 
     def forget(self) -> None:

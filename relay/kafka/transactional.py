@@ -73,7 +73,7 @@ from relay.core.ports import (
     Unconfirmed,
 )
 from relay.failpoints import failpoint
-from relay.kafka.client import REFUSALS, text_of
+from relay.kafka.client import REFUSALS, accepted_before, text_of, unavailable_on_kafka_error
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
 from relay.kafka.ordered import OrderedProducer
 from relay.kafka.producer import Sending
@@ -185,7 +185,7 @@ class TransactionalPublisher:
                 failure, blamed = sender.failure(self._delivery_seconds)
             dropped = sender.dropped
             aborted = self._abort(sender)
-            if dropped and (forbidden := sender.forbidden()) is not None:
+            if dropped and (forbidden := self._forbidden(sender)) is not None:
                 failure, blamed = forbidden, ()
         except OutboxError:
             self._abort(sender)
@@ -302,7 +302,14 @@ class TransactionalPublisher:
             # No event is in flight, so this may take longer than a turn: the topic may have just been created.
             self._commit(sender, markers, time.monotonic() + max(self._delivery_seconds, _INIT_SECONDS))
         except KafkaException as error:
-            raise self._explained(sender.explained(error), "writing the lanes' first markers") from error
+            error = sender.explained(error)
+            if _may_be_forbidden(sender, error) and (forbidden := self._forbidden(sender)) is not None:
+                raise forbidden from error
+            raise self._explained(error, "writing the lanes' first markers") from error
+        except BrokerUnavailable as error:
+            if sender.dropped and (forbidden := self._forbidden(sender)) is not None:
+                raise forbidden from error
+            raise
         self._turn += 1
         failpoint("takeover.first_marker")
         if sender.suspicious:
@@ -357,7 +364,7 @@ class TransactionalPublisher:
         if code == KafkaError._FATAL and sender.fatal is not None:
             # The cause of the fatal error says more: mostly a fence.
             return self._explained(KafkaException(sender.fatal), "publishing"), (), aborted
-        if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := sender.forbidden()) is not None:
+        if _may_be_forbidden(sender, error) and (forbidden := self._forbidden(sender)) is not None:
             return forbidden, (), aborted
         if sender.failed:
             # The errors of messages say more than the transaction's, which they caused.
@@ -365,6 +372,18 @@ class TransactionalPublisher:
             if isinstance(failure, BatchRefused | TopicUnusable):
                 return failure, blamed, aborted
         return self._explained(error, "publishing"), (), aborted
+
+    def _forbidden(self, sender: _TransactionalProducer) -> BrokerUnavailable | None:
+        """Return the error for a topic that the turn, or the state topic that its markers, may not be written to."""
+        if (forbidden := sender.forbidden()) is not None:
+            return forbidden
+        with unavailable_on_kafka_error("asking for rights on the state topic"):
+            if not self.sending.topics.unwritable([self._state.name]):
+                return None
+        return BrokerUnavailable(
+            f"Kafka: the relay may not write to the state topic {self._state.name!r}: grant it READ, WRITE, DESCRIBE "
+            "and DESCRIBE_CONFIGS"
+        )
 
     def _explained(self, error: KafkaException, doing: str) -> Unavailable:
         code = error.args[0].code()
@@ -401,7 +420,18 @@ class TransactionalPublisher:
         is initialized when its turn comes: right after the abort, the coordinator is still writing control records, and
         librdkafka would wait half a second.
         """
-        sender.close()
         number = self._senders.index(sender)
-        self._senders[number] = _TransactionalProducer(self.sending, own_ids(self._base_id)[number])
+        with accepted_before():
+            self._senders[number] = _TransactionalProducer(self.sending, own_ids(self._base_id)[number])
+        sender.close()
         self._turn += 1
+
+
+def _may_be_forbidden(sender: _TransactionalProducer, error: KafkaException) -> bool:
+    """Return whether a topic that may not be written to can be the cause: the error names none.
+
+    It may also be seen only by what is refused after it, in the same transaction.
+    """
+    code = error.args[0].code()
+    unknown = sender.fatal is None and (sender.dropped or not sender.failed)
+    return bool(code == KafkaError.TOPIC_AUTHORIZATION_FAILED or (code == KafkaError._STATE and unknown))

@@ -6,7 +6,9 @@
 | killed after that                             | at most one batch of each lane is lost, silently                  |
 | Postgres refuses the DELETE of a lane's rows, | nothing of that lane is sent, and nothing of it is lost; the      |
 | or a trigger or row security keeps them       | others go on                                                      |
-| the result of the DELETE is lost              | the same: the batch is not sent, and counted as lost              |
+| Postgres refuses it for all (a lock, a full   | nothing is sent or lost of lanes whose rows it still has; the     |
+| disk, read only), and answers                 | rows are read again                                               |
+| the result of the DELETE is lost              | the batch is not sent, and counted as lost                        |
 | another session has locked the lane's row     | its rows stay, and are read again; the other lanes are sent       |
 | it sleeps between the DELETE and the sending, | what has not been given to librdkafka is not sent, and what has   |
 | past its lease                                | is dropped after ``delivery.timeout.ms``: lost, and counted. The  |
@@ -31,6 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
 from outbox.errors import OutboxError, SchemaError
 from relay.core.ports import NOTHING, Batches, Claim, Fetched, Receipt, Unavailable, UnsettledBatch, kind_of
@@ -78,6 +81,8 @@ class AtMostOnceSource(PollingSource):
             # A failure of the whole turn, and not of a lane.
             raise refused[0]
         batches = {lane: claims for lane, claims in fetched.batches.items() if lane not in failed}
+        for lane in batches:
+            self.reader.note_due(lane, refused=False)
         return Fetched(batches, {**fetched.failed, **failed})
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
@@ -112,11 +117,18 @@ class AtMostOnceSource(PollingSource):
         # Set before the result arrives, which may be lost although the rows are deleted.
         self._sent = {lane: len(claims) for lane, claims in batches.items()}
         try:
-            failed = self.settlement.settle(list(batches))
-        except SchemaError:
-            # Lanes whose rows have moved are settled by another statement: before it was refused, the one for the
-            # other lanes may have been committed.
-            failed = self._delete_each([lane for lane in batches if self.settlement.lanes[lane].pending])
+            try:
+                failed = self.settlement.settle(list(batches))
+            except SchemaError:
+                # Lanes whose rows have moved are settled by another statement: before it was refused, the one for the
+                # other lanes may have been committed.
+                failed = self._delete_each([lane for lane in batches if self.settlement.lanes[lane].pending])
+        except Unavailable:
+            if self.connection.info.transaction_status == TransactionStatus.IDLE:
+                # The server has answered: only what is not pending any more is deleted.
+                pending = self.settlement.lanes
+                self._sent = {lane: count for lane, count in self._sent.items() if not pending[lane].pending}
+            raise
         for lane in failed:
             # Never sent: as pending rows they would be deleted with the next turn.
             self.settlement.lanes[lane].pending = NOTHING

@@ -11,7 +11,7 @@ from psycopg import sql
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import Claim, LaneLost
+from relay.core.ports import Claim, LaneLocked, LaneLost
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.source import PollingSource
@@ -141,9 +141,12 @@ class StreamLanes(dict[int, StreamLane]):
             failpoint("stream.entered")
 
     def leave_stream(self, lane: StreamLane) -> None:
-        """Switch the lane to the table, durably. Raises LaneLost."""
-        if not self.set_state([lane], InTable(), self.queries.set_streaming):
-            raise self.lost(lane)
+        """Switch the lane to the table, durably. Raises LaneLocked, instead of waiting for a lock, or LaneLost."""
+        if not self.set_state([lane], InTable(), self.queries.set_unlocked):
+            number, settlement = lane.lease.lane, self.table.settlement
+            with unavailable_on_error(f"looking at lane {number}"):
+                held = self.table.connection.execute(*settlement.still_held([number])).fetchall()
+                raise settlement.lost_of([number], held).get(number) or LaneLocked(number)
         failpoint("stream.left")
 
     def set_state(self, lanes: Sequence[StreamLane], state: Streaming | InTable, query: sql.Composed) -> bool:
@@ -165,12 +168,12 @@ class StreamLanes(dict[int, StreamLane]):
         failed: dict[int, OutboxError],
         step: Callable[[StreamLane, Channel], None],
     ) -> list[int]:
-        """Call ``step`` with each of these lanes, adding lost ones to ``failed``. Returns those not in ``failed``."""
+        """Call ``step`` with each of these lanes, adding lost and locked ones to ``failed``. Returns the others."""
         for number in numbers:
             lane = self[number]
             assert lane.channel is not None
             try:
                 step(lane, lane.channel)
-            except LaneLost as error:
+            except (LaneLost, LaneLocked) as error:
                 failed[number] = error
         return [number for number in numbers if number not in failed]

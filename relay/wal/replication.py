@@ -55,6 +55,12 @@ _NEEDS: Final = {
 }
 
 
+# The file that reports a missing publication has the same name on every server. Other errors name slots.
+_PUBLICATIONS: Final = "pg_publication.c"
+_MAY_REPLICATE: Final = """
+SELECT rolreplication OR rolsuper FROM pg_catalog.pg_roles WHERE rolname OPERATOR(pg_catalog.=) current_user"""
+
+
 class SlotInUse(Unavailable):
     """Another connection reads the slot."""
 
@@ -75,6 +81,7 @@ class Replication:
 
     def __init__(self, url: str, application_name: str) -> None:
         self._url = libpq_url(url)
+        self._connected = False
         with self._explained():
             self._connection: psycopg.Connection[Any] = psycopg.connect(
                 self._url,
@@ -85,6 +92,7 @@ class Replication:
                 **NOTICE_DEAD_HOSTS,
                 **password_for(self._url),
             )
+        self._connected = True
         self._pgconn = self._connection.pgconn
         # Not select(), which takes no descriptor above 1023; a relay can have more.
         self._arrived, self._ready = select.poll(), select.poll()
@@ -196,13 +204,22 @@ class Replication:
             text = _line(error)
             if error.sqlstate is not None and not isinstance(error, psycopg.OperationalError):
                 need = _NEEDS["wal_level"] if "wal_level" in text else "see `outbox cdc status`"
-                if isinstance(error, errors.UndefinedObject) and "publication" in text:
+                if error.diag.source_file == _PUBLICATIONS:
                     need = _NEEDS["publication"]
                 raise SchemaError(f"Postgres, replication: {text}: {need}") from error
-            # There is no SQLSTATE before the connection is established.
-            if "replication" in text.lower() and ("permission" in text or "superuser" in text):
+            # There is no SQLSTATE before the connection is established, and texts may be in any language.
+            if error.sqlstate is None and not self._connected and self._lacks_the_right():
                 raise SchemaError(f"Postgres, replication: {text}: {_NEEDS['permission']}") from error
             raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}, replication: {text}") from error
+
+    def _lacks_the_right(self) -> bool:
+        """Return whether the role may connect, but not for replication."""
+        try:
+            with psycopg.connect(self._url, **NOTICE_DEAD_HOSTS, **password_for(self._url)) as plain:
+                row = plain.execute(_MAY_REPLICATE).fetchone()
+        except psycopg.Error:
+            return False
+        return row is not None and not row[0]
 
 
 def _line(error: BaseException) -> str:

@@ -181,6 +181,9 @@ class StreamSource(Source):
                 self._leave_stream(lane, channel)
 
         ready = self._lanes.each(ready, failed, leave_where_needed)
+        if failed.keys() & set(troubled):
+            # Its failures have to be seen again, before the stream gives anything of it.
+            self._looked_at = 0.0
         batches: dict[int, Sequence[Claim]] = {}
         streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
         if streaming:
@@ -305,6 +308,9 @@ class StreamSource(Source):
             lane.channel = self._stream.join(number, max(commit_lsn or 0, lane.published_lsn), timeline)
             if lane.streaming and failures:
                 self._lanes.each([number], failed, self._leave_stream)
+                if number in failed:
+                    # It joins again: until it has left, its events must not come from the stream.
+                    lane.channel = None
         return failed
 
     def _leave_stream(self, lane: StreamLane, channel: Channel) -> None:

@@ -11,6 +11,7 @@ from confluent_kafka.admin import (
     AclOperation,
     AclPermissionType,
     AdminClient,
+    NewTopic,
     ResourcePatternType,
     ResourceType,
 )
@@ -93,6 +94,28 @@ def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url,
         assert said(relay, USABLE, topic)
     assert dead(url) == []
     assert relay.running
+    ends(relay)
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once"], indirect=True)
+def test_a_state_topic_that_may_not_be_written_to_is_named_with_the_rights(url, mortal_kafka, outbox_relay, delivery):
+    guarded_kafka, topics = mortal_kafka
+    good, name = topics.create_topic(topics.name("good")), topics.name("outbox")
+    state = f"{name}.relay.state"
+    config = {"cleanup.policy": "compact", "unclean.leader.election.enable": "false"}
+    admin = AdminClient({"bootstrap.servers": guarded_kafka.bootstrap_servers})
+    admin.create_topics([NewTopic(state, 4, 1, config=config)])[state].result()
+    for operation in (AclOperation.DESCRIBE, AclOperation.DESCRIBE_CONFIGS, AclOperation.READ):
+        deny(guarded_kafka, state, operation, AclPermissionType.ALLOW)
+    add(url, event("Good", "g1"))
+    relay = outbox_relay(
+        bootstrap_servers=guarded_kafka.bootstrap_servers, env={**routes(Good=good), "OUTBOX_NAME": name}, **delivery
+    )
+    rights = "grant it READ, WRITE, DESCRIBE and DESCRIBE_CONFIGS"
+    wait_until(lambda: said(relay, rights, state), 60, "the state topic to be named")
+    permit(guarded_kafka, state)
+    drained(url, 120)
+    assert names(topics.consume(good)) == ["g1"]
     ends(relay)
 
 

@@ -8,6 +8,7 @@ import pytest
 from polling_support import clock_back, table, taken
 
 from outbox import SchemaError
+from outbox._clients.clock import uptime
 from relay.lanes import LaneTable, next_step
 from relay.operations.holding import release_lane
 
@@ -66,6 +67,18 @@ def test_a_locked_lane_does_not_keep_the_others_from_being_renewed(outbox_postgr
         assert dict(admin.execute(until).fetchall())[2] > before[2]
 
 
+def test_a_locked_lane_does_not_keep_the_others_from_being_released(outbox_postgres):
+    mine, other = table(outbox_postgres, "me"), table(outbox_postgres, "other")
+    leases = mine.acquire(4)
+    with outbox_postgres.connect() as locking:
+        locking.execute("SELECT 1 FROM outbox.lanes WHERE lane = 2 FOR UPDATE")
+        assert mine.release(leases, clean=range(4)) == [2]
+        assert [lease.lane for lease in other.acquire(4)] == [0, 1, 3]
+    # Only that one is still ours.
+    assert mine.release(leases) == []
+    assert [lease.lane for lease in other.acquire(4)] == [2]
+
+
 def test_a_lease_runs_out_by_the_databases_clock_and_its_epoch_ends(outbox_postgres):
     mine, other = table(outbox_postgres, "me", ttl=30.0), table(outbox_postgres, "other")
     lease = taken(mine)
@@ -83,6 +96,17 @@ def test_a_lease_runs_out_by_the_databases_clock_and_its_epoch_ends(outbox_postg
     with outbox_postgres.connect() as admin:
         query = "SELECT owner FROM outbox.lanes WHERE lane = %s"
         assert admin.execute(query, (lease.lane,)).fetchone() == ("other",)
+
+
+def test_a_relay_s_row_says_when_its_process_was_started(outbox_postgres):
+    """Not when the first one of its name was, nor when the row was made."""
+    for hours in (2, 1):
+        connection = outbox_postgres.connect(autocommit=True)
+        mine = LaneTable(connection, "outbox", "me", "0", 30.0, began=uptime() - hours * 3600.0)
+        for _ in range(2):
+            mine.beat()
+            age = "SELECT extract(epoch FROM clock_timestamp() - started_at)::float8 FROM outbox.relays"
+            assert connection.execute(age).fetchone()[0] == pytest.approx(hours * 3600.0, abs=60.0)
 
 
 def test_the_census_counts_the_living(outbox_postgres):

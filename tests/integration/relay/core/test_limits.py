@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 import psycopg
 import pytest
 from one_lane import OneLane
+from pause_rig import Rig
 from pgbouncer import PgBouncer
 from polling_support import polling
 from support import backlog, look_up, wait_until
@@ -112,6 +113,14 @@ def test_the_control_loops_statements_are_given_up(url, monkeypatch):
         assert (table.distribution().total, len(leases)) == (4, 4)
     finally:
         table.close()
+
+
+@pytest.mark.parametrize(("lease_seconds", "lock"), [(15.0, "1500ms"), (600.0, "10s")])
+def test_the_control_loop_waits_for_a_lock_no_longer_than_a_tenth_of_a_lease(url, lease_seconds, lock):
+    """Its leases would run out meanwhile."""
+    table = Rig(url, lease_seconds=lease_seconds).supervisor._connect()
+    with closing(table):
+        assert table._connection.execute("SELECT current_setting('lock_timeout')").fetchone() == (lock,)
 
 
 def test_behind_a_pooler_no_server_keeps_the_limits(outbox_postgres):

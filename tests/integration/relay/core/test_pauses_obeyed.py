@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import psycopg
 from counting import Counting
 from loop_fakes import Broker, OnePublisher, Watcher, all_of
 from pause_rig import LANE, ORDERS, Rig, url
@@ -85,6 +86,19 @@ def test_a_relay_confirms_when_its_turn_in_flight_has_ended(outbox_postgres, url
         settled = {lane for turn in rig.broker.turns for lane in turn}
         rows = {row[0] for row in look_up(url, "SELECT DISTINCT lane FROM outbox.events")}
         assert not settled & rows
+
+
+def test_a_relay_whose_own_row_is_locked_obeys_all_the_same_and_has_not_confirmed(url):
+    """It can't say that it is alive, nor that it obeys. Its leases are renewed, so it must know the pauses."""
+    with Rig(url, lease_seconds=6.0) as rig:
+        wait_until(lambda: rig.supervisor.health().ready, what="the relay to be ready")
+        with psycopg.connect(url) as other:
+            other.execute("SELECT FROM outbox.relays FOR UPDATE")
+            wait_until(lambda: rig.supervisor._fails, what="a beat that waits in vain")
+            pause(url, ALL, wait=False)
+            wait_until(lambda: rig.pauses.obeyed.every_lane, 20, "it to obey")
+            assert read(url)[ALL].unconfirmed == ("me",)
+        wait_until(lambda: not read(url)[ALL].unconfirmed, what="it to confirm")
 
 
 def test_an_idle_relay_sends_no_statement_more(url):

@@ -72,6 +72,20 @@ def test_what_there_is_not_changes_nothing(url, scope, said):
     assert (read(url), audit(url)) == ({}, [])
 
 
+def test_who_holds_lanes_has_to_confirm_also_without_a_row_of_its_own(url, outbox_postgres):
+    """One that leaves its lanes may have a turn in flight; one whose row is locked can't say that it lives."""
+    relay = table(outbox_postgres, "me")
+    leases = relay.acquire(1)
+    pause(url, ALL, wait=False)
+    assert read(url)[ALL].unconfirmed == ("me",)
+    relay.beat([read(url)[ALL].number])
+    assert read(url)[ALL].unconfirmed == ()
+    relay.leave()
+    assert read(url)[ALL].unconfirmed == ("me",)
+    relay.release(leases)
+    assert read(url)[ALL].unconfirmed == ()
+
+
 def test_an_operator_can_not_choose_who_and_when(url, outbox_postgres):
     from relay.operations.roles import RoleKind, grants
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import psycopg
 import pytest
 from failing_lane import COPIED, lane, name, retried
-from support import backlog, wait_until
+from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
-from relay.core.ports import BrokerUnavailable, Claim, Receipt, UnsettledBatch
+from relay import database
+from relay.core.ports import BrokerUnavailable, Claim, Receipt, StatementCutShort, UnsettledBatch
 from relay.operations.dead_letters import Selection
 
 __all__ = ["lane"]
@@ -98,3 +100,60 @@ def test_at_most_once_a_refused_event_has_its_copy_for_the_dead_letter_topic_too
     assert copy.headers["outbox-dead-letter"] == "a1 is bad"
     source.settle(Receipt(refused=[(copy, "no such topic")]))
     assert source.fetch(10) == []
+
+
+def test_at_most_once_1000_events_that_were_put_back_leave_in_batches(lane):
+    """With one in a turn, a lane with thousands of them would do nothing else for minutes."""
+    source = lane.deleting_source()
+    write(lane.database.url, [Event("Order", f"k{number}", "T", {}) for number in range(1000)])
+    claims = source.fetch(1000)
+    source.settle(Receipt(refused=[(claim, "bad") for claim in claims]))
+    assert len(retried(lane)) == 1000
+    # One that looks for failures first.
+    source = lane.deleting_source()
+    seen: list[int] = []
+    turns = 0
+    while len(seen) < 1000:
+        claims = source.fetch(1000)
+        turns += 1
+        seen += [claim.position for claim in claims]
+        source.settle(Receipt(UnsettledBatch(claims)))
+        assert turns < 100, len(seen)
+    # One, two, four, eight …, with turns of the other events between.
+    assert turns <= 30
+    assert len(set(seen)) == 1000
+    assert lane.lost == []
+    assert lane.rows("SELECT * FROM outbox.failures") == []
+
+
+def test_at_most_once_what_postgres_has_refused_to_delete_is_not_lost(lane, monkeypatch):
+    """The server has answered: nothing is deleted, and nothing was sent."""
+    monkeypatch.setattr(database, "_LOCK_SECONDS", 0.2)
+    source = lane.deleting_source()
+    lane.add("a1", "b1")
+    with psycopg.connect(lane.database.url) as other:
+        other.execute("SELECT FROM outbox.events FOR UPDATE")
+        with pytest.raises(StatementCutShort):
+            source.fetch(10)
+        source.close()
+    assert (lane.lost, backlog(lane.database.url)) == ([], 2)
+    with lane.deleting_source() as source:
+        assert [name(claim) for claim in source.fetch(10)] == ["a1", "b1"]
+
+
+def test_at_most_once_what_may_be_deleted_is_counted_as_lost(lane):
+    """The connection ends, and no answer says whether the rows are gone."""
+    source = lane.deleting_source()
+    lane.add("a1", "b1")
+    settle = source.source.settlement.settle
+
+    def cut(lanes):
+        settle(lanes)
+        source.source.connection.close()
+        raise psycopg.OperationalError("the connection is lost")
+
+    source.source.settlement.settle = cut
+    with pytest.raises(psycopg.OperationalError):
+        source.fetch(10)
+    source.close()
+    assert (lane.lost, backlog(lane.database.url)) == ([2], 0)

@@ -124,6 +124,13 @@ def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replaye
     assert turn(source) == ["long1", "long2"]
 
 
+REFUSING = """
+    CREATE FUNCTION refusing() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+        IF NEW.event_type = 'long' THEN {}; END IF; RETURN NEW; END $$;
+    CREATE TRIGGER refusing BEFORE INSERT ON outbox.published_default FOR EACH ROW EXECUTE FUNCTION refusing()""".format
+DROP_REFUSING = "DROP FUNCTION refusing CASCADE"
+
+
 @pytest.mark.parametrize(
     ("obstacle", "removed", "error"),
     [
@@ -146,8 +153,11 @@ def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replaye
             "DROP FUNCTION slow CASCADE",
             "query_canceled",
         ),
+        (REFUSING("RAISE 'not today' USING ERRCODE = 'US001'"), DROP_REFUSING, "not today: retrying will not help"),
+        (REFUSING("RAISE check_violation USING MESSAGE = 'not so'"), DROP_REFUSING, "not so: retrying will not help"),
+        (REFUSING("PERFORM dropped()"), DROP_REFUSING, r"function dropped\(\) does not exist: retrying will not help"),
     ],
-    ids=["limit", "constraint", "cancelled"],
+    ids=["limit", "constraint", "cancelled", "own-code", "raised-check", "no-function"],
 )
 def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle, removed, error):
     sent: list[str] = []

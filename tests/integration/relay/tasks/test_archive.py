@@ -21,9 +21,8 @@ from outbox._app.settings import RelaySettings
 from outbox.consumer.retention import _LOCK as IDS_LOCK
 from relay.audit.ledger import turn_on
 from relay.cli.app import app
-from relay.database import Connector
+from relay.database import LOCK_PART, Connector
 from relay.tasks.archive import _TRY_LOCK, Retention
-from relay.wiring import _LOCK_PART
 
 EVENT = (
     "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "
@@ -437,7 +436,7 @@ def test_upkeep_waits_for_a_lock_for_less_time_than_a_relay_that_archives(archiv
     retention = archive.retention()
     with psycopg.connect(archive.address()) as connection, retention._step(connection, _TRY_LOCK):
         row = connection.execute("SELECT setting::int FROM pg_settings WHERE name = 'lock_timeout'").fetchone()
-    assert 0 < row[0] / 1000 <= RelaySettings().lease_seconds * _LOCK_PART / 2
+    assert 0 < row[0] / 1000 <= RelaySettings().lease_seconds * LOCK_PART / 2
 
 
 def test_without_the_owners_rights_it_says_so_only_when_something_is_due(archive):

@@ -241,6 +241,42 @@ def test_a_locked_lane_does_not_keep_the_others_from_the_stream(outboxed):
     box.nothing_left()
 
 
+def test_a_locked_lane_that_has_to_leave_the_stream_holds_up_no_other_one(outboxed, monkeypatch):
+    monkeypatch.setattr(wal_source, "_LOOK_SECONDS", 0.0)
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.relay()
+    box.streams()
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 0 FOR UPDATE")
+        box.admin.execute(A_FAILURE_OF_LANE_0, (slow,))
+        box.add(f"{slow}1", f"{quick}1")
+        box.until(lambda: box.seen.errors and box.kafka.names(quick), "the other lane's event")
+        box.turns(3)
+        assert {(tuple(lanes), type(error)) for lanes, error in box.seen.errors} == {((0,), LaneLocked)}
+        # Its key waits for the failure.
+        assert box.kafka.names(slow) == []
+    box.until(lambda: not box.streaming(0), "the lane to be in the table")
+    box.admin.execute("DELETE FROM outbox.failures")
+    box.streams()
+    box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    assert (box.kafka.names(slow), box.kafka.names(quick)) == ([f"{slow}1"], [f"{quick}1"])
+    box.nothing_left()
+
+
+def test_a_locked_lane_that_is_paused_holds_up_no_other_one(outboxed):
+    box = outboxed(2)
+    box.relay()
+    box.streams()
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 0 FOR UPDATE")
+        failed = box.source.pause([0])
+        assert {lane: type(error) for lane, error in failed.items()} == {0: LaneLocked}
+        assert box.source._lanes[0].streaming
+    assert box.source.pause([0]) == {}
+    assert not box.streaming(0)
+
+
 @both
 def test_a_locked_lane_loses_no_event_that_was_announced(outboxed, once):
     """Its row is locked while its last batch is to be settled and the next is there."""

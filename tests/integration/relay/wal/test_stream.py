@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outbox.errors import SchemaError
 from relay.wal.lane_hash import SAMPLES, lane_of
+from relay.wal.replication import Replication
 from relay.wal.slot import Snapshot
 
 # Postgres can't hold a NUL, and a lone surrogate has no UTF-8.
@@ -76,3 +80,12 @@ def test_a_transaction_is_seen_when_the_snapshot_says_so(outbox_postgres):
 )
 def test_32_bits_are_enough(snapshot, xid, seen):
     assert Snapshot(snapshot).sees(xid) is seen
+
+
+def test_a_missing_slot_is_not_taken_for_a_missing_publication(outbox_postgres):
+    """Whatever it is called, and whatever language the server speaks."""
+    with (
+        closing(Replication(outbox_postgres.url, "test")) as replication,
+        pytest.raises(SchemaError, match="see `outbox cdc status`"),
+    ):
+        replication.start("publication", "publication")

@@ -152,6 +152,16 @@ def test_a_failure_while_settling_settles_again_and_sends_nothing_twice(error, w
     assert sorted(world.broker.log) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("error", [Unavailable("postgres gone"), SchemaError("too long")])
+def test_what_is_acknowledged_is_reported_once_though_settling_it_fails(error):
+    world = World({0: [1, 2], 1: [3]})
+    world.table.fail_settle = [error]
+    world.run()
+    assert world.watcher.seen[0] == "published 3"
+    assert [said for said in world.watcher.seen if said.startswith("published")] == ["published 3"]
+    assert world.broker.log == [1, 2, 3]
+
+
 def test_a_stop_while_it_waits_settles_what_is_published():
     world = World({0: [1, 2], 1: [3]})
     world.table.fail_settle.append(Unavailable("database gone"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ import pytest
 from loop_fakes import SETTINGS, Clock, OnePublisher, OneSource, Step, World, all_of, clock, in_order, spread
 
 from outbox._clients.clock import uptime
+from outbox.errors import OutboxError
 from relay.core import lane as core_lane
 from relay.core.lease import Lease
 from relay.core.marker import StateLost
@@ -21,6 +22,7 @@ from relay.core.ports import (
     BrokerUnavailable,
     Failed,
     LaneLost,
+    NotFenced,
     Sent,
     StatementCutShort,
     Unavailable,
@@ -46,6 +48,36 @@ def test_a_lane_that_can_not_be_joined_is_tried_again_while_the_others_go_on():
     assert (world.broker.opened, world.table.opened) == (1, 1)
     # One lane that waits for a person is no failure of all.
     assert world.loop.failing_since is None
+
+
+def test_a_lane_whose_former_publisher_can_not_be_fenced_stops_the_others_only_before_they_have_joined():
+    """Tried alone, it is all lanes of that join."""
+    rows = {0: [1, 4, 7, 10], 1: [2, 5, 8, 11]}
+    world = World(rows)
+    world.broker.fail_join = {1: [BrokerUnavailable("not fenced")]}
+    raising = [NotFenced("not fenced")] * 2
+
+    def join(leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
+        if [lease.lane for lease in leases] == [1] and raising:
+            raise raising.pop()
+        return joined(leases)
+
+    make = world.broker.publisher
+
+    def publisher(source: OneSource) -> OnePublisher:
+        nonlocal joined
+        made = make(source)
+        joined = made.join
+        made.join = join  # type: ignore[method-assign]
+        return made
+
+    joined: Callable[[Sequence[Lease]], Mapping[int, OutboxError]]
+    world.loop._new_publisher = publisher  # type: ignore[assignment]
+    world.run()
+    assert raising == []
+    assert [line for line in world.watcher.seen if "unav" in line] == ["unavailable [1] not fenced"] * 3
+    assert in_order(world, rows)
+    assert (world.broker.opened, world.table.opened) == (1, 1)
 
 
 LONG = core_lane._ABSENT_SECONDS + 1.0

@@ -149,7 +149,7 @@ def test_a_refused_event_is_handed_to_the_source_and_the_lanes_live_on():
 
     world = World({0: [1, 2, 3], 1: [4]}, refuse).run()
     assert world.broker.log == [1, 4, 3]
-    assert world.watcher.seen == ["refused 0/2 too large", "published 2", "published 1"]
+    assert world.watcher.seen == ["published 2", "refused 0/2 too large", "published 1"]
     assert (world.table.left, world.table.refused) == ([], [2])
     assert (world.broker.opened, world.table.opened) == (1, 1)
 

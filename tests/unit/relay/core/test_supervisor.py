@@ -17,7 +17,7 @@ from relay.config import load
 from relay.core import reports
 from relay.core.lane import Backoff, Lane
 from relay.core.lease import Lease
-from relay.core.ports import NOTHING, UnsettledBatch
+from relay.core.ports import NOTHING, DatabaseUnavailable, StatementCutShort, Unavailable, UnsettledBatch
 from relay.lanes import LaneDistribution, Renewal
 from relay.supervisor import Supervisor
 from relay.wiring import build
@@ -36,6 +36,8 @@ class Table:
         self._lost = list(lost)
         self.did: list[str] = []
         self.released: list[Lease] = []
+        self.locked: set[int] = set()
+        self.fail_release: list[Unavailable] = []
 
     def distribution(self, _next_due: object) -> LaneDistribution:
         return self._distribution
@@ -57,8 +59,14 @@ class Table:
     def forget_dead(self) -> None:
         """None is dead."""
 
-    def release(self, leases: list[Lease], **_: object) -> None:
-        self.released += leases
+    def release(self, leases: list[Lease], **_: object) -> list[int]:
+        if self.fail_release:
+            raise self.fail_release.pop()
+        self.released += [lease for lease in leases if lease.lane not in self.locked]
+        return [lease.lane for lease in leases if lease.lane in self.locked]
+
+    def close(self) -> None:
+        self.did.append("close")
 
 
 @pytest.fixture
@@ -232,3 +240,47 @@ def test_a_lane_that_is_lost_counts_once_whether_a_turn_or_the_renewal_finds_it(
     supervisor._held.let_go(first, clean=True)
     supervisor._keep(table)
     assert (count(), table.released) == (2, [third, first])
+
+
+def test_what_can_not_be_released_is_tried_again_until_it_is(supervisor) -> None:
+    """It is neither renewed nor published: it would be nobody's until its lease ends."""
+    ended: list[int] = []
+    supervisor._components = replace(
+        supervisor._components, all_lanes=lambda _leases: None, let_go_all=lambda: ended.append(1)
+    )
+    leases = supervisor._held.leases
+    for lease in leases:
+        supervisor._held.let_go(lease, clean=True)
+    table = Table({"me": LANES})
+    table.fail_release = [DatabaseUnavailable("away")]
+    table.locked = {1, 2}
+    with pytest.raises(DatabaseUnavailable):
+        supervisor._keep(table)
+    # The stream's end does not depend on it.
+    assert (table.released, ended) == ([], [1])
+    supervisor._keep(table)
+    assert [lease.lane for lease in table.released] == [0, *range(3, LANES)]
+    table.locked = {2}
+    supervisor._keep(table)
+    supervisor._keep(table)
+    assert [lease.lane for lease in table.released][-1:] == [1]
+    # To the others, a relay that stops with a locked lane was killed: they take it when its session has ended.
+    supervisor._table = table
+    supervisor._sign_off(abandoned=False)
+    assert ("leave" in table.did, table.did[-1]) == (False, "close")
+    table.locked = set()
+    supervisor._table = table
+    supervisor._sign_off(abandoned=False)
+    assert table.released[-1] is leases[2]
+    assert table.did[-2:] == ["leave", "close"]
+
+
+def test_a_beat_that_waits_in_vain_for_its_own_row_keeps_no_pause_from_being_read(supervisor, monkeypatch) -> None:
+    table = Table({"me": LANES})
+    monkeypatch.setattr(table, "beat", lambda *_: (_ for _ in ()).throw(StatementCutShort("locked")))
+    supervisor._begun, supervisor._table = True, table
+    looked: list[object] = []
+    monkeypatch.setattr(supervisor, "_balance", looked.append)
+    assert not supervisor._try_tick()
+    assert (table.did, looked) == (["renew"], [table])
+    assert supervisor._table is table

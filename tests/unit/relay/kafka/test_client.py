@@ -1,18 +1,26 @@
-"""What a relay says when it starts without Kafka."""
+"""What a relay says when it starts without Kafka, and when a client can't be made later."""
 
 from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaException
+from secured import Certificates
 from structlog.testing import capture_logs
 
 import relay.kafka.client
 from outbox.sandbox._process import patience
-from relay.config import load
-from relay.wiring import build
+from relay.config import load, producer_options
+from relay.core.ports import BrokerUnavailable
+from relay.kafka.fencing import Fencing
+from relay.kafka.metadata import SharedMetadata
+from relay.kafka.state_topic import StateTopic
+from relay.kafka.topics import Topics
+from relay.wiring import _publisher, build
 
 
 @pytest.mark.parametrize(
@@ -42,3 +50,26 @@ def test_the_address_and_the_reason_are_logged_once_and_at_once(brokers, why, mo
     assert (values["brokers"], why in values["error"]) == (brokers, True), values
     # Two, where the machine is not busy; the first turn would need ten, and an event.
     assert seconds < 8 * patience()
+
+
+def test_a_file_of_certificates_that_is_being_replaced_ends_no_relay(tmp_path):
+    """A client that is made meanwhile can't read it. A missing one when the relay begins is a mistake."""
+    file = Certificates.made(tmp_path).authority
+    kafka = {"bootstrap.servers": "127.0.0.1:1", "security.protocol": "ssl", "ssl.ca.location": str(file)}
+    settings = load(database_url="postgresql://127.0.0.1:1/x", kafka=kafka)
+    options = producer_options(settings)
+    source: Any = SimpleNamespace(store=None)
+    new_publisher = _publisher(settings, Topics(options, create=False))
+    new_publisher(source).close()
+    state, metadata = StateTopic(kafka, "state"), SharedMetadata(options, time.monotonic)
+    text = file.read_text()
+    file.unlink()
+    for made in (lambda: new_publisher(source), lambda: state.require(1), lambda: state.read([0])):
+        with pytest.raises(BrokerUnavailable, match=r"ssl\.ca\.location"):
+            made()
+    with pytest.raises(BrokerUnavailable, match="is a file being replaced"):
+        Fencing(options)("id")
+    with pytest.raises(KafkaException):
+        metadata.topics(0.5)
+    file.write_text(text)
+    new_publisher(source).close()

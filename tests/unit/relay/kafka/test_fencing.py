@@ -11,11 +11,13 @@ from typing import Any, Final
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
+from sender_support import sending
 
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import BrokerUnavailable, IdBusy
+from relay.core.ports import BrokerUnavailable, IdBusy, NotFenced
 from relay.kafka import fencing
+from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.state_topic import MarkersRead
 from relay.kafka.takeover import Takeover
 
@@ -23,13 +25,13 @@ OPTIONS: Final = {"bootstrap.servers": "127.0.0.1:1", "log_level": 0}
 
 
 class Store:
-    """The database's side: one lane, whose row names another worker."""
+    """The database's side of lanes that have nothing to settle."""
 
     def identity(self, _leases: Any) -> tuple[Any, dict[int, OutboxError]]:
         return SimpleNamespace(system_identifier="1", timeline=1), {}
 
-    def adopt_settled(self, *_: Any) -> dict[int, Any]:
-        return {}
+    def adopt_settled(self, leases: Any, *_: Any) -> dict[int, Any]:
+        return {lease.lane: (None, None) for lease in leases}
 
 
 class State:
@@ -66,14 +68,53 @@ def test_of_ids_that_can_not_be_fenced_no_producer_is_left(
 
     monkeypatch.setattr(fencing, "initialize", initialize)
     monkeypatch.setattr(fencing, "fence", functools.partial(fencing.fence, busy_seconds=0.0))
-    monkeypatch.setattr(fencing, "_BUSY_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(fencing, "_AGAIN_SECONDS", 0.0)
     store: Any = Store()
     state: Any = State()
     takeover = Takeover(store, state, fencing.Fencing(OPTIONS), "own")
     failures = []
     for _ in range(3):
-        lease = Lease(0, 1, 60.0, 1e18, former_id="former", last_batch=1, owner="me")
-        failures.append(takeover.take_over([lease]).failed)
+        leases = [Lease(lane, 1, 60.0, 1e18, id_, 1, "me") for lane, id_ in enumerate(["former", None])]
+        failures.append(takeover.take_over(leases).failed)
     assert [{lane: type(error) for lane, error in failed.items()} for failed in failures] == [{0: kind}] * 3
     assert all("transactional.id 'former." in str(failed[0]) for failed in failures)
     assert ([producer() for producer in made], len(made)) == ([None] * len(made), 3 * len(codes))
+
+
+def test_an_id_that_can_not_be_fenced_stops_the_lanes_that_name_it_and_no_other() -> None:
+    """Whichever comes first. If all lanes name it, the broker is asked again before anything else is done."""
+    asked: list[str] = []
+
+    def fence(each: str) -> None:
+        asked.append(each)
+        if each.startswith("bad"):
+            raise BrokerUnavailable(f"{each} may not be used")
+
+    def lease(lane: int, former_id: str | None) -> Lease:
+        return Lease(lane, 1, 60.0, 1e18, former_id=former_id, last_batch=1, owner="me")
+
+    store: Any = Store()
+    state: Any = State()
+    takeover = Takeover(store, state, fence, "own")
+    taken = takeover.take_over([lease(0, "bad"), lease(1, "good"), lease(2, None)])
+    assert {lane: str(error) for lane, error in taken.failed.items()} == {0: "bad.0 may not be used"}
+    assert sorted(taken.markers) == [1, 2]
+    assert asked == ["bad.0", "good.0", "good.1"]
+    assert takeover.take_over([lease(0, "bad"), lease(2, None)]).failed.keys() == {0}
+    with pytest.raises(NotFenced, match=r"bad\.0"):
+        takeover.take_over([lease(0, "bad"), lease(1, "bad")])
+
+
+def test_at_least_once_a_lane_that_needs_no_fence_goes_on_where_another_one_can_not_be_fenced() -> None:
+    class Away:
+        def take_over(self, leases: Any) -> Any:
+            raise NotFenced("an id can't be fenced")
+
+    takeover: Any = Away()
+    publisher = IdempotentPublisher(sending(), takeover)
+    former, free = (Lease(lane, 1, 60.0, 1e18, former_id=id_) for lane, id_ in enumerate(["former", None]))
+    failed = publisher.join([former, free])
+    assert {lane: type(error) for lane, error in failed.items()} == {0: BrokerUnavailable}
+    with pytest.raises(NotFenced):
+        publisher.join([former])
+    publisher.close()

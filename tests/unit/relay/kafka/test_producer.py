@@ -14,7 +14,16 @@ from sender_support import OPTIONS, AllThere, claim, events, new_sender, soon
 
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.urls import display_url
-from relay.core.ports import BatchRefused, BrokerUnavailable, Claim, DeliveryTimeout, IdBusy, TopicUnusable, Unavailable
+from relay.core.ports import (
+    BatchRefused,
+    BrokerUnavailable,
+    Claim,
+    DeliveryTimeout,
+    IdBusy,
+    StandingError,
+    TopicUnusable,
+    Unavailable,
+)
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import client, fencing
 from relay.kafka.producer import BatchProducer
@@ -227,7 +236,7 @@ def test_several_hosts_are_shown_and_no_secret():
         (psycopg.errors.ReadOnlySqlTransaction, Unavailable),
         (psycopg.errors.IdleInTransactionSessionTimeout, Unavailable),
         (psycopg.errors.TransactionTimeout, Unavailable),
-        (psycopg.errors.CheckViolation, Unavailable),
+        (psycopg.errors.CheckViolation, StandingError),
         (psycopg.errors.AdminShutdown, Unavailable),
         (psycopg.errors.UndefinedTable, SchemaError),
         (psycopg.errors.InsufficientPrivilege, SchemaError),
@@ -284,7 +293,14 @@ def test_acknowledgements_are_looked_for_more_often_than_librdkafka_does():
     sender.close()
 
 
-def test_an_id_that_is_busy_is_not_asked_for_again_at_once(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        IdBusy("its last transaction can't be ended yet"),
+        BrokerUnavailable("this user may not use it: can't be ended yet"),
+    ],
+)
+def test_an_id_that_can_not_be_fenced_is_not_asked_for_again_at_once(monkeypatch, error):
     """Every lane that names it would wait for it, and keep the worker's other lanes waiting."""
     clock = [0.0]
     asked: list[str] = []
@@ -292,14 +308,14 @@ def test_an_id_that_is_busy_is_not_asked_for_again_at_once(monkeypatch):
     def ask(_options: Mapping[str, Any], each: str) -> None:
         asked.append(each)
         if each == "busy":
-            raise IdBusy("its last transaction can't be ended yet")
+            raise error
 
     monkeypatch.setattr(fencing, "fence", ask)
     monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     fence = fencing.Fencing(OPTIONS)
     for now in (0.0, 3.0, 9.9, 10.1):
         clock[0] = now
-        with pytest.raises(IdBusy, match="can't be ended yet"):
+        with pytest.raises(type(error), match="can't be ended yet"):
             fence("busy")
         fence("well")
     assert asked == ["busy", "well", "well", "well", "busy", "well"]
