@@ -44,13 +44,11 @@ _REFUSAL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
 _SILENT_SECONDS: Final = 60.0
 _TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
+# What a broker says of a batch: one of its records is at fault, and others may get the same answer.
+_OF_A_BATCH: Final = _TOO_LARGE | frozenset({KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION})
 # The record itself is at fault: it would be refused each time.
-_UNFIT: Final = _TOO_LARGE | frozenset(
-    {
-        KafkaError.INVALID_RECORD,
-        KafkaError.POLICY_VIOLATION,
-        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001  a documented name, in spite of the underscore
-    }
+_UNFIT: Final = _OF_A_BATCH | frozenset(
+    {KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001  a documented name, in spite of the underscore
 )
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
 # What produce() says once the transaction has failed: it is to be aborted.
@@ -287,14 +285,15 @@ class Session:
         if not inner.fatal():
             self._abort()
         if self._undelivered:
-            if not inner.fatal() and self._made_smaller(error):
+            if not inner.fatal() and self._sends_apart(error):
                 self._go_to_committed(self._consumer.assignment())
                 return
-            message, _, reason = self._undelivered[0]
-            if reason.code() in _UNFIT:
-                raise TransformFailed(message, KafkaException(reason)) from error
-            if is_refused(reason) or reason.code() in MISSING:
-                raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
+            # The first ones may have failed because of another one.
+            for message, _, reason in self._undelivered:
+                if reason.code() in _UNFIT:
+                    raise TransformFailed(message, KafkaException(reason)) from error
+                if is_refused(reason) or reason.code() in MISSING:
+                    raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
         if seconds >= self._plan.transaction_seconds:
             self._halve(messages, seconds)
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
@@ -307,18 +306,22 @@ class Session:
         # It may still be a member: the next poll shows.
         self._go_to_committed(self._consumer.assignment())
 
-    def _made_smaller(self, error: KafkaException) -> bool:
-        """Return whether records were too large, and are not the next time."""
-        refused = [one for one in self._undelivered if one[2].code() in _TOO_LARGE]
+    def _sends_apart(self, error: KafkaException) -> bool:
+        """Return whether a batch was refused: the next time each record is one by itself.
+
+        Raises TransformFailed for a record that was, unless it is cut.
+        """
+        refused = [one for one in self._undelivered if one[2].code() in _OF_A_BATCH]
         if not refused:
             return False
         if self._apart_until is not None:
             for message, record, reason in refused:
                 if not self._cut(message, record, reason):
-                    mend = f"make it smaller, or raise max.message.bytes of {record.topic}"
+                    large = f"make it smaller, or raise max.message.bytes of {record.topic}"
+                    mend = large if reason.code() in _TOO_LARGE else "fix it"
                     raise TransformFailed(message, KafkaException(reason), mend) from error
         self._apart_until = time.monotonic() + _APART_SECONDS
-        logger.info("group %s: too large for its topic: %s", self._plan.group, error.args[0].str())
+        logger.info("group %s: the records of a batch go on apart: %s", self._plan.group, refused[0][2].str())
         self._replace_producer()
         return True
 

@@ -124,6 +124,23 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
     assert place.come(10) == {f"k{n}": [n] for n in range(10)}
 
 
+@pytest.mark.parametrize("keyless", [{7}, {7, 8}], ids=["one", "two"])
+def test_the_message_is_named_whose_record_is_invalid_and_not_one_of_its_batch(place, outbox_kafka, keyless):
+    """librdkafka says INVALID_RECORD of all if there is one, and _INVALID_DIFFERENT_RECORD of the others if not."""
+    compacted = outbox_kafka.create_topic(outbox_kafka.name("compacted"), 1, {"cleanup.policy": "compact"})
+    place.options |= {"linger.ms": 200}
+    place.feed(range(10), partition=0)
+
+    def transform(message: Message) -> Iterator[Record]:
+        yield Record(compacted, None if message.offset() in keyless else message.key(), message.value())
+
+    member = place.member(transform, batch=10, batch_seconds=30.0)
+    with pytest.raises(TransformFailed, match="failed to validate record") as caught, running(member) as ended:
+        wait_until(ended.is_set, 60, "its end")
+    assert (caught.value.partition, caught.value.offset) == place.where[7]
+    assert (place.position(), member.committed) == (0, 0)
+
+
 @pytest.fixture
 def pauses(monkeypatch) -> list[int]:
     """The pauses of members, which there are none of."""
@@ -165,7 +182,7 @@ def test_many_letters_larger_than_any_topic_takes(outbox_kafka, pauses, caplog):
         assert [letter.value() for letter in outbox_kafka.consume(dead, len(values))] == [None] * len(values)
     assert pauses == []
     assert "a new client goes on" not in caplog.text
-    assert caplog.text.count("too large for its topic") <= len(values) + 1
+    assert caplog.text.count("go on apart") <= len(values) + 1
 
 
 @pytest.mark.parametrize(("each", "seconds", "refused"), [(10, 60.0, 1), (1, 0.0, 2)])
@@ -185,7 +202,7 @@ def test_records_that_fit_by_themselves_and_not_together(
             wait_until(lambda: member.committed == 10, 60, "all messages")
         keys = [message.key() for message in outbox_kafka.consume(narrow, 10 * each)]
     assert keys == [f"k{number}".encode() for number in range(10) for _ in range(each)]
-    assert caplog.text.count("too large for its topic") == refused
+    assert caplog.text.count("go on apart") == refused
     assert pauses == []
 
 
