@@ -24,9 +24,10 @@ from outbox.transform._first_records import FirstRecords, NotAcknowledged
 from outbox.transform._plan import SECONDS, Plan, Progress, admin, logger
 from outbox.transform._positions import (
     answered,
-    beginning,
+    beginnings,
     behind,
     committed,
+    has_leader,
     moved,
     partition_of,
     place_of,
@@ -42,6 +43,7 @@ _POLL_SECONDS: Final = 0.1
 _APART_SECONDS: Final = 60.0
 _REFUSAL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
+_LEADER_SECONDS: Final = 3.0
 _SILENT_SECONDS: Final = 60.0
 _TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
 # What a broker says of a batch: one of its records is at fault, and others may get the same answer.
@@ -68,6 +70,9 @@ class Session:
         self._membership: Any = None
         self._committed: dict[Partition, TopicPartition] = {}
         self._unchecked: set[Partition] = set()  # had no leader when their positions were checked
+        # Have neither a position nor a leader, which would say where they begin.
+        self._leaderless: set[Partition] = set()
+        self._ask_at = 0.0
         # How far partitions were read where that is beyond the messages.
         self._ends: dict[Partition, int] = {}
         self._aborted = 0
@@ -115,6 +120,8 @@ class Session:
             self._read()
             if self._messages or self._ends:
                 self._write()
+            if self._leaderless and time.monotonic() >= self._ask_at:
+                self._begin_others()
 
     def _subscribe(self) -> None:
         subscribe(self._consumer, self._plan.topics, self._assigned, self._revoked)
@@ -168,6 +175,7 @@ class Session:
     def _revoked(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
         self._messages.clear()
         self._ends.clear()
+        self._leaderless.clear()
         self._membership = None
         self._progress.watch.unassigned(self._plan.topics)
         consumer.unassign()
@@ -177,9 +185,14 @@ class Session:
         plan, consumer = self._plan, self._consumer
         found = committed(consumer, partitions, self._progress.positions, plan.consumer, self._stop)
         if self._stop.is_set():
+            # Otherwise the client assigns them by itself, and reads on.
+            self._committed = {}
+            consumer.assign([])
             return
-        if begun := [beginning(consumer, one, plan.start, plan.group) for one in found if one.offset < 0]:
-            found = [position for position in found if position.offset >= 0] + begun
+        new = [position for position in found if position.offset < 0]
+        begun, self._leaderless = beginnings(consumer, new, plan.start, plan.group)
+        found = [position for position in found if position.offset >= 0] + begun
+        if begun:
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
             answered(consumer.commit(offsets=begun, asynchronous=False) or [])
@@ -188,6 +201,27 @@ class Session:
         self._progress.positions |= self._committed
         self._ends.clear()
         consumer.assign(found)
+        self._progress.watch.moved([(each.topic, each.partition) for each in begun])
+        for partition in self._leaderless:
+            self._progress.watch.waits(partition, None)
+        self._progress.watch.failed(self._leaderless, "it has no leader")
+        self._ask_at = time.monotonic() + _LEADER_SECONDS
+
+    def _go_back(self) -> None:
+        """Read the partitions that this member has again, from what is committed."""
+        others = [TopicPartition(*each) for each in self._leaderless]
+        self._go_to_committed([*self._consumer.assignment(), *others])
+
+    def _begin_others(self) -> None:
+        """Begin the partitions that had no leader, if one of them has."""
+        self._ask_at = time.monotonic() + _LEADER_SECONDS
+        try:
+            found = has_leader(self._consumer, self._leaderless, _END_SECONDS)
+        except KafkaException as error:
+            logger.info("group %s can't ask for leaders: %s", self._plan.group, error.args[0].str())
+            return
+        if found:
+            self._go_back()
 
     # Writing
 
@@ -286,7 +320,7 @@ class Session:
             self._abort()
         if self._undelivered:
             if not inner.fatal() and self._sends_apart(error):
-                self._go_to_committed(self._consumer.assignment())
+                self._go_back()
                 return
             # The first ones may have failed because of another one.
             for message, _, reason in self._undelivered:
@@ -304,7 +338,7 @@ class Session:
         self._aborted += 1
         self._replace_producer()
         # It may still be a member: the next poll shows.
-        self._go_to_committed(self._consumer.assignment())
+        self._go_back()
 
     def _sends_apart(self, error: KafkaException) -> bool:
         """Return whether a batch was refused: the next time each record is one by itself.
@@ -361,11 +395,14 @@ class Session:
             self._send_record(message, record)
 
     def _send_record(self, message: Message, record: Record) -> None:
+        empty = False
         while True:
             try:
                 self._send_once(message, record)
-            except BufferError:
-                self._producer.poll(_POLL_SECONDS)
+            except BufferError as error:
+                if empty:
+                    raise TransformFailed(message, error, "raise queue.buffering.max.kbytes") from error
+                empty = not self._producer.flush(_POLL_SECONDS)
             except (TypeError, ValueError) as error:
                 raise TransformFailed(message, error) from error
             except KafkaException as error:

@@ -87,6 +87,27 @@ def test_an_assignment_that_fails_ends_the_session_and_not_the_member(place, mon
     assert f"group {place.group}: a new client goes on: " in caplog.text
 
 
+def test_a_stop_while_partitions_are_assigned_ends_it(place, monkeypatch):
+    """Left alone, the client would assign them by itself, and read on from what is committed."""
+    place.feed(range(10))
+    with running(place.member(copied(place))):
+        wait_until(lambda: place.position() == 10, 60, "the position")
+    place.feed(range(10, 20))
+    ask = _session.committed
+
+    def stopped(*args: Any) -> list[TopicPartition]:
+        stop.set()
+        return ask(*args)
+
+    monkeypatch.setattr(_session, "committed", stopped)
+    # Long enough for a message to come in the poll that assigns.
+    monkeypatch.setattr(_session, "_POLL_SECONDS", 5.0)
+    stop = threading.Event()
+    member = place.member(copied(place))
+    member.run(stop)
+    assert (member.committed, place.position()) == (0, 10)
+
+
 def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
     """Copies; the message with n = 7 becomes what is wrong, behind a record that is right."""
 
@@ -139,6 +160,15 @@ def test_the_message_is_named_whose_record_is_invalid_and_not_one_of_its_batch(p
         wait_until(ended.is_set, 60, "its end")
     assert (caught.value.partition, caught.value.offset) == place.where[7]
     assert (place.position(), member.committed) == (0, 0)
+
+
+def test_a_record_larger_than_the_producers_queue(place):
+    place.options |= {"queue.buffering.max.kbytes": 1}
+    place.feed(range(3), partition=0)
+    member = place.member(lambda message: [Record(place.target, message.key(), bytes(1500))])
+    with pytest.raises(TransformFailed, match="raise queue.buffering.max.kbytes") as caught, running(member) as ended:
+        wait_until(ended.is_set, 60, "its end")
+    assert (caught.value.partition, caught.value.offset) == place.where[0]
 
 
 @pytest.fixture
