@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -116,13 +117,13 @@ class Consumer:
             raise ConfigurationError("key: recognizes nothing with dedup=False")
         if not 0.001 <= idle_seconds <= _LONGEST_IDLE:
             raise ConfigurationError(f"idle_seconds must be from 0.001 to {_LONGEST_IDLE}, not {idle_seconds}")
-        owner = f"inbox {connections.process_name()}"
+        self._group = partial(GroupStore, schema, group, idle_seconds=idle_seconds)
         self._settings = Settings(
             connect=partial(connections.connect, database, f"outbox inbox {group}", pinned=False)
             if isinstance(database, str)
             else database,
             options=_kafka.consumer_options(kafka, group),
-            group=GroupStore(schema, group, owner, idle_seconds=idle_seconds),
+            group=self._group(),
             letters=Letters(schema, group),
             topics=tuple(sorted(set(topics))),
             batch=batch,
@@ -177,14 +178,16 @@ class Consumer:
         raises, nothing was skipped that is neither a dead letter nor in ``consumer.losses``: run it again when the
         cause is gone.
         """
+        # Here, because processes may be forked from the one that has made it.
+        owned = replace(self._settings, group=self._group(f"inbox {connections.process_name()}"))
         with self._signals():
             clients = MemberClients(self._settings.options, self._settings.topics, self._watch, _logger, KafkaFailed)
-            clients.run(partial(self._member, handler, clients), self._stopping)
+            clients.run(partial(self._member, owned, handler, clients), self._stopping)
             # Not behind an error: who runs it again then has not seen that it was to stop.
             self._stopping.clear()
 
-    def _member(self, handler: Handler, clients: MemberClients) -> KafkaError | None:
-        with closing(Member(self._settings, handler, self._stopping, self._watch, self._delays, clients)) as member:
+    def _member(self, settings: Settings, handler: Handler, clients: MemberClients) -> KafkaError | None:
+        with closing(Member(settings, handler, self._stopping, self._watch, self._delays, clients)) as member:
             return member.run()
 
     @contextmanager

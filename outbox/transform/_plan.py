@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from confluent_kafka import TopicPartition
@@ -32,6 +33,8 @@ _IMPLIED: Final = frozenset({"enable.idempotence", "acks", "group.protocol"})
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """``producer`` has the member's transactional id, to which ``of_this_process`` adds."""
+
     transform: Transform
     topics: Sequence[str]
     group: str
@@ -42,6 +45,11 @@ class Plan:
     transaction_seconds: float
     consumer: Mapping[str, Any]
     producer: Mapping[str, Any]
+
+    def of_this_process(self) -> Plan:
+        """Return the plan with an id of this process: one that was forked would fence the others."""
+        id_ = f"{self.producer['transactional.id']}.{os.getpid()}"
+        return replace(self, producer={**self.producer, "transactional.id": id_})
 
 
 @dataclass(slots=True)
