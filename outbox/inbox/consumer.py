@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import psycopg
+from confluent_kafka import KafkaError, KafkaException
 
 from outbox.consumer import connections
 from outbox.consumer.delays import APPLY_DELAY, APPLY_DELAY_HELP, TopicDelays
@@ -31,7 +32,6 @@ from outbox.stopping import Stopping
 if TYPE_CHECKING:
     from types import FrameType
 
-    from confluent_kafka import KafkaError
     from prometheus_client.core import HistogramMetricFamily
 
 OnFailure = Literal["stop", "dead-letter"]
@@ -174,9 +174,9 @@ class Consumer:
         handler   is called for each message that was not applied before, with the connection of its transaction. It
                   must not commit. ``Reject`` says that a retry won't help; any other exception is followed by one.
 
-        Raises HandlerFailed, PositionLost, KafkaFailed, and SchemaError when tables or rights are missing. Whatever it
-        raises, nothing was skipped that is neither a dead letter nor in ``consumer.losses``: run it again when the
-        cause is gone.
+        Raises HandlerFailed, PositionLost, KafkaFailed, SchemaError when tables or rights are missing, and
+        ConfigurationError for an option that librdkafka does not take. Whatever it raises, nothing was skipped that is
+        neither a dead letter nor in ``consumer.losses``: run it again when the cause is gone.
         """
         # Here, because processes may be forked from the one that has made it.
         owned = replace(self._settings, group=self._group(f"inbox {connections.process_name()}"))
@@ -187,7 +187,13 @@ class Consumer:
             self._stopping.clear()
 
     def _member(self, settings: Settings, handler: Handler, clients: MemberClients) -> KafkaError | None:
-        with closing(Member(settings, handler, self._stopping, self._watch, self._delays, clients)) as member:
+        try:
+            with clients.making():
+                made = Member(settings, handler, self._stopping, self._watch, self._delays, clients)
+        except KafkaException as error:
+            refused: KafkaError = error.args[0]
+            return refused
+        with closing(made) as member:
             return member.run()
 
     @contextmanager

@@ -19,7 +19,6 @@ from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
-from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
 from outbox.transform._plan import SECONDS, Plan, Progress, admin, logger
 from outbox.transform._positions import (
@@ -83,14 +82,12 @@ class Session:
         self._stuck = False
 
     def __enter__(self) -> Self:
-        try:
-            options = self._plan.consumer
+        options = self._plan.consumer
+        with self._clients.making():
             self._make_producer()
             self._consumer = Consumer({**options, "error_cb": self._clients.hear})
             kafka = admin(options)
-            self._topic_ids, self._static = TopicIds(kafka.describe), StaticGroup(self._plan.group, options, kafka)
-        except KafkaException as error:
-            raise ConfigurationError(f"kafka: {error.args[0].str()}") from error
+        self._topic_ids, self._static = TopicIds(kafka.describe), StaticGroup(self._plan.group, options, kafka)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -139,7 +139,8 @@ def find(
 
     def of_former_topic(row: dict[str, Any]) -> bool:
         """Return whether a place is of a topic with this name before it was created again: of another message."""
-        return ids.get((row["grp"], row["topic"], row["part"]), row["topic_id"]) != row["topic_id"]
+        of_former: bool = ids.get((row["grp"], row["topic"], row["part"]), row["topic_id"]) != row["topic_id"]
+        return of_former
 
     letters = {row["grp"]: row for row in dead if row["message_id"] == message_id or not of_former_topic(row)}
     lost: dict[str, dt.datetime] = {}
