@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
+    from confluent_kafka import KafkaError
+
     from outbox.consumer.model import Loss, Partition
 
 LONGEST_ERROR: Final = 2000
@@ -55,7 +57,12 @@ class CorruptRecords(ConsumerError):
 
 
 class NotAuthorized(ConsumerError):
-    """Kafka refuses the consumer's credentials, or an operation that they do not allow."""
+    """Kafka refuses the consumer's credentials, or an operation that they do not allow.
+
+    credentials  its error if it refuses these.
+    """
+
+    credentials: KafkaError | None = None
 
 
 class DataLost(ConsumerError):

@@ -398,8 +398,8 @@ class _PositionCommitter:
             "session.timeout.ms": 6000,
             "on_commit": self._answered,
         }
-        # With the newer protocol brokers choose that time, and librdkafka refuses it, as beside a shorter poll interval.
-        # Without a member neither has a use.
+        # With the newer protocol brokers choose that time, and librdkafka refuses it, as it does beside a short poll
+        # interval. Without a member neither has a use.
         unused = {"group.protocol", "max.poll.interval.ms"}
         given = {name: value for name, value in complete(options).items() if name not in unused}
         self._consumer = Consumer({**given, **own}, logger=logger)
