@@ -33,8 +33,9 @@ from outbox.transform._positions import (
     require_same_topics,
     require_whole,
 )
+from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, refused
 from outbox.transform._topics import MISSING, require_topics
-from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed, is_refused
+from outbox.transform.errors import InputLost, TransformFailed, is_refused
 from outbox.transform.records import Record, dead_letter
 
 _BATCH_BYTES: Final = 16 << 20  # as in a turn of the relay
@@ -44,13 +45,6 @@ _REFUSAL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
 _LEADER_SECONDS: Final = 3.0
 _SILENT_SECONDS: Final = 60.0
-_TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
-# What a broker says of a batch: one of its records is at fault, and others may get the same answer.
-_OF_A_BATCH: Final = _TOO_LARGE | frozenset({KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION})
-# The record itself is at fault: it would be refused each time.
-_UNFIT: Final = _OF_A_BATCH | frozenset(
-    {KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001  a documented name, in spite of the underscore
-)
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
 # What produce() says once the transaction has failed: it is to be aborted.
 _TAKES_NO_MORE: Final = KafkaError._STATE  # noqa: SLF001
@@ -320,12 +314,13 @@ class Session:
                 self._go_back()
                 return
             # The first ones may have failed because of another one.
-            for message, _, reason in self._undelivered:
-                if reason.code() in _UNFIT:
+            for message, record, reason in self._undelivered:
+                if reason.code() in UNFIT:
                     raise TransformFailed(message, KafkaException(reason)) from error
-                if is_refused(reason) or reason.code() in MISSING:
-                    raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
-        if seconds >= self._plan.transaction_seconds:
+                if is_final(reason):
+                    raise refused(self._plan.group, message, record, reason) from error
+        # What has waited for a partition that is away has not taken long by itself.
+        if seconds >= self._plan.transaction_seconds and not isinstance(error, NotAcknowledged):
             self._halve(messages, seconds)
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
             raise error
@@ -342,17 +337,17 @@ class Session:
 
         Raises TransformFailed for a record that was, unless it is cut.
         """
-        refused = [one for one in self._undelivered if one[2].code() in _OF_A_BATCH]
-        if not refused:
+        failed = [one for one in self._undelivered if one[2].code() in OF_A_BATCH]
+        if not failed:
             return False
         if self._apart_until is not None:
-            for message, record, reason in refused:
+            for message, record, reason in failed:
                 if not self._cut(message, record, reason):
                     large = f"make it smaller, or raise max.message.bytes of {record.topic}"
-                    mend = large if reason.code() in _TOO_LARGE else "fix it"
+                    mend = large if reason.code() in TOO_LARGE else "fix it"
                     raise TransformFailed(message, KafkaException(reason), mend) from error
         self._apart_until = time.monotonic() + _APART_SECONDS
-        logger.info("group %s: the records of a batch go on apart: %s", self._plan.group, refused[0][2].str())
+        logger.info("group %s: the records of a batch go on apart: %s", self._plan.group, failed[0][2].str())
         self._replace_producer()
         return True
 
@@ -404,7 +399,9 @@ class Session:
                 raise TransformFailed(message, error) from error
             except KafkaException as error:
                 reason = error.args[0]
-                if reason.code() not in _UNFIT:
+                if is_final(reason):
+                    raise refused(self._plan.group, message, record, reason) from error
+                if reason.code() not in UNFIT:
                     raise
                 if not self._cut(message, record, reason):
                     raise TransformFailed(message, error) from error
@@ -446,13 +443,16 @@ class Session:
         """Return how many partitions a topic has, 0 if that is not known, and which of them have a leader."""
         if topic is None:
             raise TypeError("the record has no topic")
-        found = self._producer.list_topics(topic, SECONDS).topics[topic].partitions
+        try:
+            found = self._producer.list_topics(topic, SECONDS).topics[topic].partitions
+        except RuntimeError as error:
+            raise ValueError(f"no name of a topic: {error}") from error
         return len(found), [number for number, one in found.items() if one.leader >= 0]
 
     def _cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
         """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""
         place, known = place_of(message), self._progress.too_large
-        if record.topic != self._plan.dead_letter_topic or reason.code() not in _TOO_LARGE or place in known:
+        if record.topic != self._plan.dead_letter_topic or reason.code() not in TOO_LARGE or place in known:
             return False
         known.add(place)
         return True

@@ -126,7 +126,7 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
         (Record(place.target, b"k", bytes(2_000_000)), TransformFailed, "too large"),
         (Record(narrow, b"k", bytes(5_000)), TransformFailed, "too large.*raise max"),
         (Record(place.target, b"k", b"", partition=99), TransformFailed, "Unknown partition"),
-        (Record(outbox_kafka.name("absent"), b"k", b""), KafkaRefused, "can't produce: .*[Uu]nknown topic"),
+        (Record(outbox_kafka.name("absent"), b"k", b""), KafkaRefused, "can't produce to .*[Uu]nknown topic"),
         ((b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
         (Record(place.target, b"k", 7), TransformFailed, "TypeError"),
         (Record(None, b"k", b""), TransformFailed, "TypeError.*topic"),
@@ -264,7 +264,7 @@ def test_a_topic_of_records_that_is_missing_is_found_within_a_transaction(place,
     too_late = threading.Timer(20.0 * patience(), stop.set)
     too_late.start()
     try:
-        with pytest.raises(KafkaRefused, match=r"can't produce: .*[Uu]nknown topic"):
+        with pytest.raises(KafkaRefused, match=r"can't produce to .*[Uu]nknown topic"):
             member.run(stop)
     finally:
         too_late.cancel()
