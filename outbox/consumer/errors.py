@@ -57,12 +57,10 @@ class CorruptRecords(ConsumerError):
 
 
 class NotAuthorized(ConsumerError):
-    """Kafka refuses the consumer's credentials, or an operation that they do not allow.
-
-    credentials  its error if it refuses these.
-    """
+    """Kafka refuses the consumer's credentials, or an operation that they do not allow."""
 
     credentials: KafkaError | None = None
+    """Its error if it refuses these."""
 
 
 class DataLost(ConsumerError):
