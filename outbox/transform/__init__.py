@@ -45,6 +45,7 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 | leader                                     |                                                                         |
 | records of the input are corrupt: wrong    | ``run`` raises KafkaRefused; librdkafka would skip the former, and      |
 | checksum, or compression                   | fetch the latter for good                                               |
+| Kafka has lost the group's positions       | a run goes on from its own; another one takes what Kafka has            |
 | the input was deleted before it was read   | InputLost: it does not jump to where the log begins now                 |
 """
 

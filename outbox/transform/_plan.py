@@ -59,7 +59,8 @@ class Progress:
     batch      the most messages in a transaction now.
     messages   how many are committed.
     too_large  places of messages whose copies the dead-letter topic has refused: they get ones without the value.
-    positions  of each partition that this member has had, as it last knew it.
+    positions  of each partition that this run has had, as it last knew it.
+    former     the same of earlier runs.
     topic_ids  of the topics that it reads.
     """
 
@@ -67,8 +68,13 @@ class Progress:
     messages: int = 0
     too_large: set[tuple[Partition, int]] = field(default_factory=set)
     positions: dict[Partition, TopicPartition] = field(default_factory=dict)
+    former: dict[Partition, TopicPartition] = field(default_factory=dict)
     topic_ids: dict[str, str] = field(default_factory=dict)
     watch: Watch = field(default_factory=Watch)
+
+    def begin_run(self) -> None:
+        self.former |= self.positions
+        self.positions = {}
 
 
 def client_options(

@@ -36,16 +36,19 @@ def answered(positions: list[TopicPartition]) -> list[TopicPartition]:
 def committed(
     consumer: Consumer,
     partitions: Sequence[TopicPartition],
-    known: Mapping[Partition, TopicPartition],
+    own: Mapping[Partition, TopicPartition],
+    former: Mapping[Partition, TopicPartition],
     options: Mapping[str, Any],
     stop: threading.Event,
 ) -> list[TopicPartition]:
     """Return the group's positions in these partitions, when they can be believed, or at ``stop``.
 
     A coordinator that restarts quickly may answer before it has read all positions back (Kafka 4.0 to 4.4): with none,
-    or an earlier one than is known. It is taken only if it stays the same: then an operator has set it, or the group
-    is new there.
+    or an earlier one than is known. If it stays the same, it is taken where the group is new, or where an operator may
+    have set it since a ``former`` run. Where this run was further, in ``own``, Kafka has lost the position: it refuses
+    to set back a group with members.
     """
+    known = {**former, **own}
     asked = [TopicPartition(each.topic, each.partition) for each in partitions]
     interval_seconds = int(options.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
     before: dict[Partition, int] = {}
@@ -68,12 +71,15 @@ def committed(
             break
         stop.wait(jittered(doubled(attempts, 0.1, 1.0)))
         attempts += 1
-    for topic, partition in known.keys() & doubtful.keys():
-        offset, former = doubtful[topic, partition], known[topic, partition].offset
+    for topic, partition in sorted(known.keys() & doubtful.keys()):
+        offset, here = doubtful[topic, partition], known[topic, partition].offset
         now = f"at offset {offset}" if offset >= 0 else "without a position"
-        where = f"{topic}-{partition} {now}"
-        logger.warning("group %s has %s, where this process had it at %d", options["group.id"], where, former)
-    return found
+        then = f"this process had it at {here}"
+        if (topic, partition) in own:
+            then += ", and goes on from there; to read again, set the group back while it has no members"
+        logger.warning("group %s has %s-%d %s, where %s", options["group.id"], topic, partition, now, then)
+    lost = own.keys() & doubtful.keys()
+    return [own[at] if (at := (each.topic, each.partition)) in lost else each for each in found]
 
 
 def partition_of(message: Message) -> Partition:

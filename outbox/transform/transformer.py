@@ -95,6 +95,7 @@ class Transformer:
         ConfigurationError for an option that librdkafka does not take.
         """
         stop = stop or Stopping()
+        self._progress.begin_run()
         clients = MemberClients(self._plan.consumer, self._plan.topics, self._progress.watch, logger, KafkaRefused)
         clients.run(partial(self._session, self._plan.of_this_process(), stop, clients), stop)
 
