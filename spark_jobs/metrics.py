@@ -198,7 +198,7 @@ class ConsumerMetrics:
     def _query_kafka(self) -> Mapping[Partition, OffsetBounds]:
         if self._kafka is None:
             self._kafka = KafkaAdmin(self._kafka_options)
-        return self._kafka.snapshot(self._topics, high_watermarks=True).bounds
+        return self._kafka.snapshot(self._topics, high_watermarks=True, optional=lambda _: True).bounds
 
 
 class _BackgroundQuery(Generic[T]):

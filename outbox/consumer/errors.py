@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Final
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
+    from confluent_kafka import KafkaError
+
     from outbox.consumer.model import Loss, Partition
 
 LONGEST_ERROR: Final = 2000
@@ -56,6 +58,9 @@ class CorruptRecords(ConsumerError):
 
 class NotAuthorized(ConsumerError):
     """Kafka refuses the consumer's credentials, or an operation that they do not allow."""
+
+    credentials: KafkaError | None = None
+    """Its error if it refuses these."""
 
 
 class DataLost(ConsumerError):

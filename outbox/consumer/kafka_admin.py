@@ -361,7 +361,11 @@ class KafkaAdmin:
         """
         known = self._committers.get(group)
         if known is None or known.is_outdated():
-            self._committers[group] = _PositionCommitter(self._options, group, silent_logger())
+            try:
+                self._committers[group] = _PositionCommitter(self._options, group, silent_logger())
+            except KafkaException as error:
+                # Its certificates may just be being replaced.
+                return str(error)
         return self._committers[group].show(offsets, seconds)
 
     def lag_shown(self, group: str) -> str | None:
@@ -394,8 +398,10 @@ class _PositionCommitter:
             "session.timeout.ms": 6000,
             "on_commit": self._answered,
         }
-        # With the newer protocol brokers choose that time, and librdkafka refuses it; without a member it has no use.
-        given = {name: value for name, value in complete(options).items() if name != "group.protocol"}
+        # With the newer protocol brokers choose that time, and librdkafka refuses it, as it does beside a short poll
+        # interval. Without a member neither has a use.
+        unused = {"group.protocol", "max.poll.interval.ms"}
+        given = {name: value for name, value in complete(options).items() if name not in unused}
         self._consumer = Consumer({**given, **own}, logger=logger)
 
     def is_outdated(self) -> bool:

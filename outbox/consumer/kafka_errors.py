@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from confluent_kafka import KafkaError
 
-from outbox._clients.kafka_rules import is_refusal
+from outbox._clients.kafka_rules import is_refusal, refuses_credentials
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, CorruptRecords, NotAuthorized
 
 
@@ -18,7 +18,9 @@ def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
                 "partition.assignment.strategy, here and of the group's other members"
             ),
         }.get(error.code(), "the credentials and the ACLs")
-        return NotAuthorized(f"{text}; look at {look_at}. Nothing was skipped")
+        refused = NotAuthorized(f"{text}; look at {look_at}. Nothing was skipped")
+        refused.credentials = error if refuses_credentials(error) else None
+        return refused
     if error.code() in {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG}:  # noqa: SLF001
         mend = "if another replica has the records whole, make it the leader"
         return CorruptRecords(f"{text}; {mend}. Nothing was skipped")

@@ -10,6 +10,8 @@
 | a connection fails after certificates were replaced       | a new client: it reads them when it is made          |
 | fatal: another member has the ``group.instance.id``, or a | a new client, after a pause. A probe sees why, until |
 |   broker says so once it has restarted                    | Kafka assigns it something                           |
+| certificates are half replaced when a new client reads    | another one, after a pause                           |
+|   them                                                    |                                                      |
 | fatal for another reason, as with                         | the member ends                                      |
 |   `group.protocol=consumer` for rights                    |                                                      |
 | brokers away, a topic that is not there, a late poll      | librdkafka goes on by itself. A probe sees why       |
@@ -20,10 +22,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
-from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.backoff import pause
 from outbox._clients.callbacks import raising
@@ -32,6 +35,7 @@ from outbox._clients.kafka_rules import LastingRefusal, fatal_cause, is_fatal, i
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.stalled import Watch
+from outbox.errors import ConfigurationError
 
 READING: Final[Mapping[str, Any]] = {
     "enable.auto.commit": False,
@@ -105,6 +109,7 @@ class MemberClients:
         self._fenced: KafkaError | None = None
         # A broker that refuses the client sends no message: librdkafka would retry forever.
         self._final: KafkaError | None = None
+        self._taken = False
 
     def run(self, run: Callable[[], KafkaError | None], stop: threading.Event) -> None:
         """Call ``run``, which makes clients and uses them, until ``stop`` or until it returns no error.
@@ -128,6 +133,21 @@ class MemberClients:
                 pause(stop, quick)
         finally:
             self._watch.assigned(())
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Make clients in this block. Raises ConfigurationError for options that librdkafka refuses.
+
+        And KafkaException if it took them before: certificates are just being replaced, and later ones may be whole.
+        """
+        try:
+            yield
+        except (KafkaException, ConfigurationError) as error:
+            text = f"kafka: {error.args[0].str()}" if isinstance(error, KafkaException) else str(error)
+            if self._taken:
+                raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text)) from error  # noqa: SLF001
+            raise ConfigurationError(text) from error
+        self._taken = True
 
     @property
     def lost(self) -> KafkaError | None:

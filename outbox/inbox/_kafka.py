@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError
 
 from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
-from outbox.consumer.errors import ConsumerError
+from outbox.consumer.errors import ConsumerError, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
 from outbox.consumer.losses import find_losses
 from outbox.consumer.member_clients import READING
@@ -73,6 +73,12 @@ def _failing(doing: str) -> Iterator[None]:
         raise KafkaFailed(f"Kafka has no topic {' or '.join(error.topics)}; create it") from error
     except ConsumerError as error:
         raise KafkaFailed(f"Kafka, {doing}: {error}") from error
+
+
+def refused_credentials(error: BaseException) -> KafkaError | None:
+    """Return Kafka's error if a request has failed because it refuses the credentials."""
+    cause = error.__cause__
+    return cause.credentials if isinstance(cause, NotAuthorized) else None
 
 
 def lost(losses: Sequence[Loss], positions: Mapping[Partition, StoredOffset], group: str) -> PositionLost:

@@ -255,13 +255,18 @@ class Member:
         self._clients.worked()
         for partition in partitions:
             self._watch.waits(partition, None)
-        attempt = 0
+        attempt = refused = 0
         while partitions and claimed is None and not self._stopping.is_set():
             try:
                 claimed = self._claim(partitions)
             except (psycopg.Error, KafkaFailed) as error:
                 attempt += 1
-                if isinstance(error, KafkaFailed) and attempt >= _CLAIM_ATTEMPTS:
+                if (credentials := _kafka.refused_credentials(error)) is not None:
+                    # They may be changing: the member ends once that has lasted, as for its own connections.
+                    refused += 1
+                    self._clients.hear(credentials)
+                    self._clients.check()
+                elif isinstance(error, KafkaFailed) and attempt - refused >= _CLAIM_ATTEMPTS:
                     raise
                 self._applier.interrupted(error, "claiming partitions", partitions)
                 pause(self._stopping, attempt - 1)

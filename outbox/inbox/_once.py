@@ -14,7 +14,8 @@ that one commits, the message was applied, and when it rolls back, this one is t
 | two members have the message at the same time  | the second waits for the first: False, or True if that rolls back |
 | the same, in REPEATABLE READ or SERIALIZABLE   | the driver's SerializationFailure: run the transaction again      |
 | the relay published the event twice            | False for the second                                              |
-| the id's day was forgotten (`outbox db prune`) | MessageTooOld                                                     |
+| the id's day was forgotten (`outbox db prune`) | MessageTooOld; above READ COMMITTED, if that was since the        |
+|                                                | snapshot: SerializationFailure                                    |
 """
 
 from __future__ import annotations
@@ -54,8 +55,13 @@ registered AS (
     SELECT CAST(%(grp)s AS text), CAST(%(owner)s AS text), CAST(%(strategy)s AS text)
      WHERE NOT EXISTS (SELECT FROM {schema}.groups AS g WHERE g.grp = CAST(%(grp)s AS text))
         ON CONFLICT DO NOTHING)
-SELECT day < CAST(pg_catalog.timezone('UTC', pg_catalog.clock_timestamp()) AS date) FROM fresh"""
+SELECT day < CAST(pg_catalog.timezone('UTC', pg_catalog.clock_timestamp()) AS date),
+       pg_catalog.current_setting('transaction_isolation')
+  FROM fresh"""
 _FORGOTTEN: Final = "SELECT forgotten_before FROM {schema}.groups WHERE grp = CAST(%(grp)s AS text)"
+# The snapshot may be older than what was forgotten: the lock fails if the row has changed since.
+_FORGOTTEN_LOCKED: Final = f"{_FORGOTTEN} FOR SHARE"
+_SNAPSHOTS: Final = frozenset({"repeatable read", "serializable"})
 _statement: Final = cache(Statement)
 
 
@@ -97,7 +103,8 @@ def _steps(message: object, consumer: str, key: str | None, schema: str) -> Step
     }
     rows = yield Step(_statement(_INSERT, schema), values, answers=True)
     if rows and rows[0][0] and day(id_) != NO_TIME:
-        found = yield Step(_statement(_FORGOTTEN, schema), {"grp": consumer}, answers=True)
+        query = _FORGOTTEN_LOCKED if rows[0][1] in _SNAPSHOTS else _FORGOTTEN
+        found = yield Step(_statement(query, schema), {"grp": consumer}, answers=True)
         if found and found[0][0] is not None and day(id_) < found[0][0]:
             raise MessageTooOld(too_old(consumer, id_, found[0][0]))
     return bool(rows)

@@ -7,10 +7,12 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import psycopg
+from confluent_kafka import KafkaError, KafkaException
 
 from outbox.consumer import connections
 from outbox.consumer.delays import APPLY_DELAY, APPLY_DELAY_HELP, TopicDelays
@@ -30,7 +32,6 @@ from outbox.stopping import Stopping
 if TYPE_CHECKING:
     from types import FrameType
 
-    from confluent_kafka import KafkaError
     from prometheus_client.core import HistogramMetricFamily
 
 OnFailure = Literal["stop", "dead-letter"]
@@ -116,13 +117,13 @@ class Consumer:
             raise ConfigurationError("key: recognizes nothing with dedup=False")
         if not 0.001 <= idle_seconds <= _LONGEST_IDLE:
             raise ConfigurationError(f"idle_seconds must be from 0.001 to {_LONGEST_IDLE}, not {idle_seconds}")
-        owner = f"inbox {connections.process_name()}"
+        self._group = partial(GroupStore, schema, group, idle_seconds=idle_seconds)
         self._settings = Settings(
             connect=partial(connections.connect, database, f"outbox inbox {group}", pinned=False)
             if isinstance(database, str)
             else database,
             options=_kafka.consumer_options(kafka, group),
-            group=GroupStore(schema, group, owner, idle_seconds=idle_seconds),
+            group=self._group(),
             letters=Letters(schema, group),
             topics=tuple(sorted(set(topics))),
             batch=batch,
@@ -173,18 +174,26 @@ class Consumer:
         handler   is called for each message that was not applied before, with the connection of its transaction. It
                   must not commit. ``Reject`` says that a retry won't help; any other exception is followed by one.
 
-        Raises HandlerFailed, PositionLost, KafkaFailed, and SchemaError when tables or rights are missing. Whatever it
-        raises, nothing was skipped that is neither a dead letter nor in ``consumer.losses``: run it again when the
-        cause is gone.
+        Raises HandlerFailed, PositionLost, KafkaFailed, SchemaError when tables or rights are missing, and
+        ConfigurationError for an option that librdkafka does not take. Whatever it raises, nothing was skipped that is
+        neither a dead letter nor in ``consumer.losses``: run it again when the cause is gone.
         """
+        # Here, because processes may be forked from the one that has made it.
+        owned = replace(self._settings, group=self._group(f"inbox {connections.process_name()}"))
         with self._signals():
             clients = MemberClients(self._settings.options, self._settings.topics, self._watch, _logger, KafkaFailed)
-            clients.run(partial(self._member, handler, clients), self._stopping)
+            clients.run(partial(self._member, owned, handler, clients), self._stopping)
             # Not behind an error: who runs it again then has not seen that it was to stop.
             self._stopping.clear()
 
-    def _member(self, handler: Handler, clients: MemberClients) -> KafkaError | None:
-        with closing(Member(self._settings, handler, self._stopping, self._watch, self._delays, clients)) as member:
+    def _member(self, settings: Settings, handler: Handler, clients: MemberClients) -> KafkaError | None:
+        try:
+            with clients.making():
+                made = Member(settings, handler, self._stopping, self._watch, self._delays, clients)
+        except KafkaException as error:
+            refused: KafkaError = error.args[0]
+            return refused
+        with closing(made) as member:
             return member.run()
 
     @contextmanager

@@ -31,17 +31,21 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 | … until certificates are renewed           | a new session: librdkafka reads them when a client is made              |
 | a batch takes longer than                  | the coordinator has aborted the transaction: half as many messages in   |
 | transaction_seconds                        | the next one                                                            |
-| a record can't be produced: too large, no  | the transaction is aborted and ``run`` raises TransformFailed           |
-| such partition                             |                                                                         |
+| a record can't be produced: too large,     | the transaction is aborted and ``run`` raises TransformFailed           |
+| invalid, no such partition                 |                                                                         |
 | a topic does not exist, a right is missing | the transaction is aborted and ``run`` raises KafkaRefused; also where  |
 |                                            | librdkafka says only that the producer takes no more records            |
 | the transform raises                       | the transaction is aborted and ``run`` raises; or the message goes to   |
 |                                            | ``dead_letter_topic``, in the same transaction as its neighbours        |
 | the name of a header is not UTF-8          | the same; such names are escaped in the copy                            |
 | that copy is too large for its topic       | it goes there without its value, and says so                            |
-| records are too large only together        | each is a batch of its own on the broker for the next minute            |
+| records are too large only together, or    | each is a batch of its own on the broker for the next minute            |
+| the broker calls one of a batch invalid    |                                                                         |
+| a partition without a position has no      | the others are read; where that one begins, its leader says later       |
+| leader                                     |                                                                         |
 | records of the input are corrupt: wrong    | ``run`` raises KafkaRefused; librdkafka would skip the former, and      |
 | checksum, or compression                   | fetch the latter for good                                               |
+| Kafka has lost the group's positions       | a run goes on from its own; another one takes what Kafka has            |
 | the input was deleted before it was read   | InputLost: it does not jump to where the log begins now                 |
 """
 

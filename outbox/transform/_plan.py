@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from confluent_kafka import TopicPartition
@@ -32,6 +33,8 @@ _IMPLIED: Final = frozenset({"enable.idempotence", "acks", "group.protocol"})
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """``producer`` has the member's transactional id, to which ``of_this_process`` adds."""
+
     transform: Transform
     topics: Sequence[str]
     group: str
@@ -43,6 +46,11 @@ class Plan:
     consumer: Mapping[str, Any]
     producer: Mapping[str, Any]
 
+    def of_this_process(self) -> Plan:
+        """Return the plan with an id of this process: one that was forked would fence the others."""
+        id_ = f"{self.producer['transactional.id']}.{os.getpid()}"
+        return replace(self, producer={**self.producer, "transactional.id": id_})
+
 
 @dataclass(slots=True)
 class Progress:
@@ -51,7 +59,8 @@ class Progress:
     batch      the most messages in a transaction now.
     messages   how many are committed.
     too_large  places of messages whose copies the dead-letter topic has refused: they get ones without the value.
-    positions  of each partition that this member has had, as it last knew it.
+    positions  of each partition that this run has had, as it last knew it.
+    former     the same of earlier runs.
     topic_ids  of the topics that it reads.
     """
 
@@ -59,8 +68,13 @@ class Progress:
     messages: int = 0
     too_large: set[tuple[Partition, int]] = field(default_factory=set)
     positions: dict[Partition, TopicPartition] = field(default_factory=dict)
+    former: dict[Partition, TopicPartition] = field(default_factory=dict)
     topic_ids: dict[str, str] = field(default_factory=dict)
     watch: Watch = field(default_factory=Watch)
+
+    def begin_run(self) -> None:
+        self.former |= self.positions
+        self.positions = {}
 
 
 def client_options(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -36,16 +36,19 @@ def answered(positions: list[TopicPartition]) -> list[TopicPartition]:
 def committed(
     consumer: Consumer,
     partitions: Sequence[TopicPartition],
-    known: Mapping[Partition, TopicPartition],
+    own: Mapping[Partition, TopicPartition],
+    former: Mapping[Partition, TopicPartition],
     options: Mapping[str, Any],
     stop: threading.Event,
 ) -> list[TopicPartition]:
     """Return the group's positions in these partitions, when they can be believed, or at ``stop``.
 
     A coordinator that restarts quickly may answer before it has read all positions back (Kafka 4.0 to 4.4): with none,
-    or an earlier one than is known. It is taken only if it stays the same: then an operator has set it, or the group
-    is new there.
+    or an earlier one than is known. If it stays the same, it is taken where the group is new, or where an operator may
+    have set it since a ``former`` run. Where this run was further, in ``own``, Kafka has lost the position: it refuses
+    to set back a group with members.
     """
+    known = {**former, **own}
     asked = [TopicPartition(each.topic, each.partition) for each in partitions]
     interval_seconds = int(options.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
     before: dict[Partition, int] = {}
@@ -68,12 +71,15 @@ def committed(
             break
         stop.wait(jittered(doubled(attempts, 0.1, 1.0)))
         attempts += 1
-    for topic, partition in known.keys() & doubtful.keys():
-        offset, former = doubtful[topic, partition], known[topic, partition].offset
+    for topic, partition in sorted(known.keys() & doubtful.keys()):
+        offset, here = doubtful[topic, partition], known[topic, partition].offset
         now = f"at offset {offset}" if offset >= 0 else "without a position"
-        where = f"{topic}-{partition} {now}"
-        logger.warning("group %s has %s, where this process had it at %d", options["group.id"], where, former)
-    return found
+        then = f"this process had it at {here}"
+        if (topic, partition) in own:
+            then += ", and goes on from there; to read again, set the group back while it has no members"
+        logger.warning("group %s has %s-%d %s, where %s", options["group.id"], topic, partition, now, then)
+    lost = own.keys() & doubtful.keys()
+    return [own[at] if (at := (each.topic, each.partition)) in lost else each for each in found]
 
 
 def partition_of(message: Message) -> Partition:
@@ -158,14 +164,50 @@ def _is_away(error: KafkaError) -> bool:
     return error.code() in {KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TIMED_OUT, KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001
 
 
-def beginning(consumer: Consumer, position: TopicPartition, start: str, group: str) -> TopicPartition:
-    """Return where a partition without a position begins. Raises InputLost if there is to be one.
+def beginnings(
+    consumer: Consumer, positions: Sequence[TopicPartition], start: str, group: str
+) -> tuple[list[TopicPartition], set[Partition]]:
+    """Return where partitions without a position begin, and those that have no leader to say it.
+
+    Raises InputLost if there are to be none without a position.
+    """
+    if start == "none" and positions:
+        raise InputLost(f"group {group!r} has no position in {positions[0].topic}-{positions[0].partition}")
+    begun: list[TopicPartition] = []
+    leaderless: set[Partition] = set()
+    led = {topic: _led(consumer, topic, SECONDS) for topic in {each.topic for each in positions}}
+    for each in positions:
+        try:
+            # Otherwise librdkafka waits for a leader, of each such partition anew.
+            if (each.topic, each.partition) in led[each.topic]:
+                begun.append(_beginning(consumer, each, start, group))
+                continue
+        except KafkaException as error:
+            if not _is_away(error.args[0]):
+                raise
+            led[each.topic] = _led(consumer, each.topic, SECONDS)
+        logger.info("group %s waits for a leader of %s-%d, to begin there", group, each.topic, each.partition)
+        leaderless.add((each.topic, each.partition))
+    return begun, leaderless
+
+
+def has_leader(consumer: Consumer, partitions: Collection[Partition], seconds: float) -> bool:
+    """Return whether one of these partitions has a leader. Raises KafkaException without an answer."""
+    return any(_led(consumer, topic, seconds) & set(partitions) for topic in {topic for topic, _ in partitions})
+
+
+def _led(consumer: Consumer, topic: str, seconds: float) -> set[Partition]:
+    """Return the partitions of a topic that have leaders."""
+    found = consumer.list_topics(topic, seconds).topics[topic].partitions
+    return {(topic, number) for number, one in found.items() if one.leader >= 0}
+
+
+def _beginning(consumer: Consumer, position: TopicPartition, start: str, group: str) -> TopicPartition:
+    """Return where a partition without a position begins.
 
     With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
     stands in the metadata of each of its positions. One that was added later is read from its beginning.
     """
-    if start == "none":
-        raise InputLost(f"group {group!r} has no position in {position.topic}-{position.partition}")
     first, end = consumer.get_watermark_offsets(position, SECONDS, cached=False)
     if start == "earliest":
         return TopicPartition(position.topic, position.partition, first)

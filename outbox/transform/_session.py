@@ -19,22 +19,23 @@ from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
-from outbox.errors import ConfigurationError
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
 from outbox.transform._plan import SECONDS, Plan, Progress, admin, logger
 from outbox.transform._positions import (
     answered,
-    beginning,
+    beginnings,
     behind,
     committed,
+    has_leader,
     moved,
     partition_of,
     place_of,
     require_same_topics,
     require_whole,
 )
+from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, refused
 from outbox.transform._topics import MISSING, require_topics
-from outbox.transform.errors import InputLost, KafkaRefused, TransformFailed, is_refused
+from outbox.transform.errors import InputLost, TransformFailed, is_refused
 from outbox.transform.records import Record, dead_letter
 
 _BATCH_BYTES: Final = 16 << 20  # as in a turn of the relay
@@ -42,16 +43,8 @@ _POLL_SECONDS: Final = 0.1
 _APART_SECONDS: Final = 60.0
 _REFUSAL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
+_LEADER_SECONDS: Final = 3.0
 _SILENT_SECONDS: Final = 60.0
-_TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE})
-# The record itself is at fault: it would be refused each time.
-_UNFIT: Final = _TOO_LARGE | frozenset(
-    {
-        KafkaError.INVALID_RECORD,
-        KafkaError.POLICY_VIOLATION,
-        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001  a documented name, in spite of the underscore
-    }
-)
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
 # What produce() says once the transaction has failed: it is to be aborted.
 _TAKES_NO_MORE: Final = KafkaError._STATE  # noqa: SLF001
@@ -70,6 +63,9 @@ class Session:
         self._membership: Any = None
         self._committed: dict[Partition, TopicPartition] = {}
         self._unchecked: set[Partition] = set()  # had no leader when their positions were checked
+        # Have neither a position nor a leader, which would say where they begin.
+        self._leaderless: set[Partition] = set()
+        self._ask_at = 0.0
         # How far partitions were read where that is beyond the messages.
         self._ends: dict[Partition, int] = {}
         self._aborted = 0
@@ -80,14 +76,12 @@ class Session:
         self._stuck = False
 
     def __enter__(self) -> Self:
-        try:
-            options = self._plan.consumer
+        options = self._plan.consumer
+        with self._clients.making():
             self._make_producer()
             self._consumer = Consumer({**options, "error_cb": self._clients.hear})
             kafka = admin(options)
-            self._topic_ids, self._static = TopicIds(kafka.describe), StaticGroup(self._plan.group, options, kafka)
-        except KafkaException as error:
-            raise ConfigurationError(f"kafka: {error.args[0].str()}") from error
+        self._topic_ids, self._static = TopicIds(kafka.describe), StaticGroup(self._plan.group, options, kafka)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,6 +111,8 @@ class Session:
             self._read()
             if self._messages or self._ends:
                 self._write()
+            if self._leaderless and time.monotonic() >= self._ask_at:
+                self._begin_others()
 
     def _subscribe(self) -> None:
         subscribe(self._consumer, self._plan.topics, self._assigned, self._revoked)
@@ -170,6 +166,7 @@ class Session:
     def _revoked(self, consumer: Consumer, _partitions: list[TopicPartition]) -> None:
         self._messages.clear()
         self._ends.clear()
+        self._leaderless.clear()
         self._membership = None
         self._progress.watch.unassigned(self._plan.topics)
         consumer.unassign()
@@ -177,11 +174,17 @@ class Session:
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
         plan, consumer = self._plan, self._consumer
-        found = committed(consumer, partitions, self._progress.positions, plan.consumer, self._stop)
+        own, former = self._progress.positions, self._progress.former
+        found = committed(consumer, partitions, own, former, plan.consumer, self._stop)
         if self._stop.is_set():
+            # Otherwise the client assigns them by itself, and reads on.
+            self._committed = {}
+            consumer.assign([])
             return
-        if begun := [beginning(consumer, one, plan.start, plan.group) for one in found if one.offset < 0]:
-            found = [position for position in found if position.offset >= 0] + begun
+        new = [position for position in found if position.offset < 0]
+        begun, self._leaderless = beginnings(consumer, new, plan.start, plan.group)
+        found = [position for position in found if position.offset >= 0] + begun
+        if begun:
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
             # what has come meanwhile, nor takes a log that has been cut for the whole.
             answered(consumer.commit(offsets=begun, asynchronous=False) or [])
@@ -190,6 +193,27 @@ class Session:
         self._progress.positions |= self._committed
         self._ends.clear()
         consumer.assign(found)
+        self._progress.watch.moved([(each.topic, each.partition) for each in begun])
+        for partition in self._leaderless:
+            self._progress.watch.waits(partition, None)
+        self._progress.watch.failed(self._leaderless, "it has no leader")
+        self._ask_at = time.monotonic() + _LEADER_SECONDS
+
+    def _go_back(self) -> None:
+        """Read the partitions that this member has again, from what is committed."""
+        others = [TopicPartition(*each) for each in self._leaderless]
+        self._go_to_committed([*self._consumer.assignment(), *others])
+
+    def _begin_others(self) -> None:
+        """Begin the partitions that had no leader, if one of them has."""
+        self._ask_at = time.monotonic() + _LEADER_SECONDS
+        try:
+            found = has_leader(self._consumer, self._leaderless, _END_SECONDS)
+        except KafkaException as error:
+            logger.info("group %s can't ask for leaders: %s", self._plan.group, error.args[0].str())
+            return
+        if found:
+            self._go_back()
 
     # Writing
 
@@ -287,15 +311,17 @@ class Session:
         if not inner.fatal():
             self._abort()
         if self._undelivered:
-            if not inner.fatal() and self._made_smaller(error):
-                self._go_to_committed(self._consumer.assignment())
+            if not inner.fatal() and self._sends_apart(error):
+                self._go_back()
                 return
-            message, _, reason = self._undelivered[0]
-            if reason.code() in _UNFIT:
-                raise TransformFailed(message, KafkaException(reason)) from error
-            if is_refused(reason) or reason.code() in MISSING:
-                raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
-        if seconds >= self._plan.transaction_seconds:
+            # The first ones may have failed because of another one.
+            for message, record, reason in self._undelivered:
+                if reason.code() in UNFIT:
+                    raise TransformFailed(message, KafkaException(reason)) from error
+                if is_final(reason):
+                    raise refused(self._plan.group, message, record, reason) from error
+        # What has waited for a partition that is away has not taken long by itself.
+        if seconds >= self._plan.transaction_seconds and not isinstance(error, NotAcknowledged):
             self._halve(messages, seconds)
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
             raise error
@@ -305,20 +331,24 @@ class Session:
         self._aborted += 1
         self._replace_producer()
         # It may still be a member: the next poll shows.
-        self._go_to_committed(self._consumer.assignment())
+        self._go_back()
 
-    def _made_smaller(self, error: KafkaException) -> bool:
-        """Return whether records were too large, and are not the next time."""
-        refused = [one for one in self._undelivered if one[2].code() in _TOO_LARGE]
-        if not refused:
+    def _sends_apart(self, error: KafkaException) -> bool:
+        """Return whether a batch was refused: the next time each record is one by itself.
+
+        Raises TransformFailed for a record that was, unless it is cut.
+        """
+        failed = [one for one in self._undelivered if one[2].code() in OF_A_BATCH]
+        if not failed:
             return False
         if self._apart_until is not None:
-            for message, record, reason in refused:
+            for message, record, reason in failed:
                 if not self._cut(message, record, reason):
-                    mend = f"make it smaller, or raise max.message.bytes of {record.topic}"
+                    large = f"make it smaller, or raise max.message.bytes of {record.topic}"
+                    mend = large if reason.code() in TOO_LARGE else "fix it"
                     raise TransformFailed(message, KafkaException(reason), mend) from error
         self._apart_until = time.monotonic() + _APART_SECONDS
-        logger.info("group %s: too large for its topic: %s", self._plan.group, error.args[0].str())
+        logger.info("group %s: the records of a batch go on apart: %s", self._plan.group, failed[0][2].str())
         self._replace_producer()
         return True
 
@@ -358,16 +388,21 @@ class Session:
             self._send_record(message, record)
 
     def _send_record(self, message: Message, record: Record) -> None:
+        empty = False
         while True:
             try:
                 self._send_once(message, record)
-            except BufferError:
-                self._producer.poll(_POLL_SECONDS)
+            except BufferError as error:
+                if empty:
+                    raise TransformFailed(message, error, "raise queue.buffering.max.kbytes") from error
+                empty = not self._producer.flush(_POLL_SECONDS)
             except (TypeError, ValueError) as error:
                 raise TransformFailed(message, error) from error
             except KafkaException as error:
                 reason = error.args[0]
-                if reason.code() not in _UNFIT:
+                if is_final(reason):
+                    raise refused(self._plan.group, message, record, reason) from error
+                if reason.code() not in UNFIT:
                     raise
                 if not self._cut(message, record, reason):
                     raise TransformFailed(message, error) from error
@@ -409,13 +444,16 @@ class Session:
         """Return how many partitions a topic has, 0 if that is not known, and which of them have a leader."""
         if topic is None:
             raise TypeError("the record has no topic")
-        found = self._producer.list_topics(topic, SECONDS).topics[topic].partitions
+        try:
+            found = self._producer.list_topics(topic, SECONDS).topics[topic].partitions
+        except RuntimeError as error:
+            raise ValueError(f"no name of a topic: {error}") from error
         return len(found), [number for number, one in found.items() if one.leader >= 0]
 
     def _cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
         """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""
         place, known = place_of(message), self._progress.too_large
-        if record.topic != self._plan.dead_letter_topic or reason.code() not in _TOO_LARGE or place in known:
+        if record.topic != self._plan.dead_letter_topic or reason.code() not in TOO_LARGE or place in known:
             return False
         known.add(place)
         return True

@@ -95,13 +95,14 @@ class Transformer:
         ConfigurationError for an option that librdkafka does not take.
         """
         stop = stop or Stopping()
+        self._progress.begin_run()
         clients = MemberClients(self._plan.consumer, self._plan.topics, self._progress.watch, logger, KafkaRefused)
-        clients.run(partial(self._session, stop, clients), stop)
+        clients.run(partial(self._session, self._plan.of_this_process(), stop, clients), stop)
 
-    def _session(self, stop: threading.Event, clients: MemberClients) -> KafkaError | None:
+    def _session(self, plan: Plan, stop: threading.Event, clients: MemberClients) -> KafkaError | None:
         """Run one session; return the error that made a new one necessary."""
         try:
-            with Session(self._plan, self._progress, stop, clients) as session:
+            with Session(plan, self._progress, stop, clients) as session:
                 session.run()
         except KafkaException as error:
             inner: KafkaError = error.args[0]

@@ -87,6 +87,27 @@ def test_an_assignment_that_fails_ends_the_session_and_not_the_member(place, mon
     assert f"group {place.group}: a new client goes on: " in caplog.text
 
 
+def test_a_stop_while_partitions_are_assigned_ends_it(place, monkeypatch):
+    """Left alone, the client would assign them by itself, and read on from what is committed."""
+    place.feed(range(10))
+    with running(place.member(copied(place))):
+        wait_until(lambda: place.position() == 10, 60, "the position")
+    place.feed(range(10, 20))
+    ask = _session.committed
+
+    def stopped(*args: Any) -> list[TopicPartition]:
+        stop.set()
+        return ask(*args)
+
+    monkeypatch.setattr(_session, "committed", stopped)
+    # Long enough for a message to come in the poll that assigns.
+    monkeypatch.setattr(_session, "_POLL_SECONDS", 5.0)
+    stop = threading.Event()
+    member = place.member(copied(place))
+    member.run(stop)
+    assert (member.committed, place.position()) == (0, 10)
+
+
 def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
     """Copies; the message with n = 7 becomes what is wrong, behind a record that is right."""
 
@@ -105,7 +126,7 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
         (Record(place.target, b"k", bytes(2_000_000)), TransformFailed, "too large"),
         (Record(narrow, b"k", bytes(5_000)), TransformFailed, "too large.*raise max"),
         (Record(place.target, b"k", b"", partition=99), TransformFailed, "Unknown partition"),
-        (Record(outbox_kafka.name("absent"), b"k", b""), KafkaRefused, "can't produce: .*[Uu]nknown topic"),
+        (Record(outbox_kafka.name("absent"), b"k", b""), KafkaRefused, "can't produce to .*[Uu]nknown topic"),
         ((b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
         (Record(place.target, b"k", 7), TransformFailed, "TypeError"),
         (Record(None, b"k", b""), TransformFailed, "TypeError.*topic"),
@@ -122,6 +143,32 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
     with running(place.member(copied(place))):
         wait_until(lambda: place.position() == 10, 60, "the end")
     assert place.come(10) == {f"k{n}": [n] for n in range(10)}
+
+
+@pytest.mark.parametrize("keyless", [{7}, {7, 8}], ids=["one", "two"])
+def test_the_message_is_named_whose_record_is_invalid_and_not_one_of_its_batch(place, outbox_kafka, keyless):
+    """librdkafka says INVALID_RECORD of all if there is one, and _INVALID_DIFFERENT_RECORD of the others if not."""
+    compacted = outbox_kafka.create_topic(outbox_kafka.name("compacted"), 1, {"cleanup.policy": "compact"})
+    place.options |= {"linger.ms": 200}
+    place.feed(range(10), partition=0)
+
+    def transform(message: Message) -> Iterator[Record]:
+        yield Record(compacted, None if message.offset() in keyless else message.key(), message.value())
+
+    member = place.member(transform, batch=10, batch_seconds=30.0)
+    with pytest.raises(TransformFailed, match="failed to validate record") as caught, running(member) as ended:
+        wait_until(ended.is_set, 60, "its end")
+    assert (caught.value.partition, caught.value.offset) == place.where[7]
+    assert (place.position(), member.committed) == (0, 0)
+
+
+def test_a_record_larger_than_the_producers_queue(place):
+    place.options |= {"queue.buffering.max.kbytes": 1}
+    place.feed(range(3), partition=0)
+    member = place.member(lambda message: [Record(place.target, message.key(), bytes(1500))])
+    with pytest.raises(TransformFailed, match=r"raise queue\.buffering") as caught, running(member) as ended:
+        wait_until(ended.is_set, 60, "its end")
+    assert (caught.value.partition, caught.value.offset) == place.where[0]
 
 
 @pytest.fixture
@@ -165,7 +212,7 @@ def test_many_letters_larger_than_any_topic_takes(outbox_kafka, pauses, caplog):
         assert [letter.value() for letter in outbox_kafka.consume(dead, len(values))] == [None] * len(values)
     assert pauses == []
     assert "a new client goes on" not in caplog.text
-    assert caplog.text.count("too large for its topic") <= len(values) + 1
+    assert caplog.text.count("go on apart") <= len(values) + 1
 
 
 @pytest.mark.parametrize(("each", "seconds", "refused"), [(10, 60.0, 1), (1, 0.0, 2)])
@@ -185,7 +232,7 @@ def test_records_that_fit_by_themselves_and_not_together(
             wait_until(lambda: member.committed == 10, 60, "all messages")
         keys = [message.key() for message in outbox_kafka.consume(narrow, 10 * each)]
     assert keys == [f"k{number}".encode() for number in range(10) for _ in range(each)]
-    assert caplog.text.count("too large for its topic") == refused
+    assert caplog.text.count("go on apart") == refused
     assert pauses == []
 
 
@@ -217,7 +264,7 @@ def test_a_topic_of_records_that_is_missing_is_found_within_a_transaction(place,
     too_late = threading.Timer(20.0 * patience(), stop.set)
     too_late.start()
     try:
-        with pytest.raises(KafkaRefused, match=r"can't produce: .*[Uu]nknown topic"):
+        with pytest.raises(KafkaRefused, match=r"can't produce to .*[Uu]nknown topic"):
             member.run(stop)
     finally:
         too_late.cancel()

@@ -17,7 +17,7 @@ that is running is fenced, and continues from the new offsets when it is started
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, LiteralString
 
@@ -207,11 +207,12 @@ class Offsets:
         topics = sorted({row["topic"] for row in positions})
         ids: Mapping[str, str] = {}
         bounds: Mapping[Partition, OffsetBounds] = {}
+        leaderless: Collection[Partition] = ()
         away = None
         if topics:
             try:
-                snapshot = self._kafka.snapshot(topics, high_watermarks=True)
-                ids, bounds = snapshot.ids, snapshot.bounds
+                snapshot = self._kafka.snapshot(topics, high_watermarks=True, optional=lambda _: True)
+                ids, bounds, leaderless = snapshot.ids, snapshot.bounds, snapshot.leaderless
             except (ConsumerUnavailable, NotAuthorized) as error:
                 away = str(error)
         return [
@@ -222,7 +223,7 @@ class Offsets:
                 taken_at=row["taken_at"],
                 forgotten_before=row["forgotten_before"],
                 positions=_positions(
-                    [one for one in positions if one["grp"] == row["grp"]], ids, bounds, known=away is None
+                    [one for one in positions if one["grp"] == row["grp"]], ids, bounds, leaderless, known=away is None
                 ),
                 open_losses=None if losses is None else counts.get(row["grp"], 0),
                 losses=[
@@ -369,7 +370,8 @@ class Offsets:
                 _refuse_skipping(asked, moves)
                 for one in moves:
                     # An accepted loss without a move too: the epoch stored there would report it again.
-                    if one.changes or one.part in losses:
+                    halting = any(kind != LossKind.GIVEN_UP for kind, _ in losses.get(one.part, ()))
+                    if one.changes or halting:
                         self._write(values, one, generation, bounds.get(one.part))
                 touched = [asked.part] if asked.part is not None else list(losses)
                 accepted = [row["id"] for row in self._rows(_ACCEPT, **values, parts=touched, unseen=asked.unseen)]
@@ -444,16 +446,23 @@ def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:
 
 
 def _positions(
-    rows: Sequence[Mapping[str, Any]], ids: Mapping[str, str], bounds: Mapping[Partition, OffsetBounds], *, known: bool
+    rows: Sequence[Mapping[str, Any]],
+    ids: Mapping[str, str],
+    bounds: Mapping[Partition, OffsetBounds],
+    leaderless: Collection[Partition],
+    *,
+    known: bool,
 ) -> list[PartitionOffsets]:
     """Combine the stored offsets with Kafka's, including partitions that the group has not read yet."""
     stored = {(row["topic"], row["part"]): row for row in rows}
     topics = {topic for topic, _ in stored}
-    met = stored.keys() | {partition for partition in bounds if partition[0] in topics}
+    met = stored.keys() | {partition for partition in (*bounds, *leaderless) if partition[0] in topics}
     found = []
     for topic, part in sorted(met):
         row, there = stored.get((topic, part)), bounds.get((topic, part))
         trouble = _trouble(row, there, ids.get(topic)) if known else None
+        if trouble is None and (topic, part) in leaderless:
+            trouble = "it has no leader"
         at = None if row is None else row["next_offset"]
         found.append(
             PartitionOffsets(

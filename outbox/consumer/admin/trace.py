@@ -27,7 +27,7 @@ SELECT grp, seen_at FROM {processed_messages} AS p, (SELECT %(message_id)s::uuid
 
 # Also by the message's place: the letter of a group with a key has an id that is made of that, a UUID of version 8.
 _DEAD: Final = """
-SELECT id, grp, topic, part, message_offset, reason, state, attempts, error, died_at
+SELECT id, grp, topic, part, topic_id, message_id, reason, state, attempts, error, died_at
   FROM {dead_letters} AS d
  WHERE message_id = %(message_id)s
     OR pg_catalog.substr(message_id::text, 15, 1) = '8'
@@ -40,12 +40,12 @@ SELECT grp, name, state, attempts, last_error, reserved_at, settled_at
   FROM {reservations} WHERE message_id = %(message_id)s ORDER BY id"""
 
 _GIVEN_UP: Final = """
-SELECT grp, min(found_at) AS found_at
+SELECT grp, l.topic, l.part, topic_id, min(found_at) AS found_at
   FROM {losses} AS l JOIN unnest(%(topics)s::text[], %(parts)s::integer[], %(offsets)s::bigint[]) AS p (topic, part, at)
     ON l.topic = p.topic AND l.part = p.part AND p.at >= l.first_offset AND p.at < l.end_offset
- WHERE kind = 'given-up' GROUP BY grp"""
+ WHERE kind = 'given-up' GROUP BY grp, l.topic, l.part, topic_id"""
 
-_GROUPS: Final = "SELECT grp, topic, part, next_offset, updated_at FROM {offsets} ORDER BY grp, topic, part"
+_GROUPS: Final = "SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets} ORDER BY grp, topic, part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,18 @@ def find(
             offsets = read("offsets", _GROUPS)
     hidden.update(visible.hidden)
     seen = {row["grp"]: row["seen_at"] for row in applied}
-    letters = {row["grp"]: row for row in dead}
-    lost = {row["grp"]: row["found_at"] for row in given_up}
+    ids = {(row["grp"], row["topic"], row["part"]): row["topic_id"] for row in offsets}
+
+    def of_former_topic(row: dict[str, Any]) -> bool:
+        """Return whether a place is of a topic with this name before it was created again: of another message."""
+        of_former: bool = ids.get((row["grp"], row["topic"], row["part"]), row["topic_id"]) != row["topic_id"]
+        return of_former
+
+    letters = {row["grp"]: row for row in dead if row["message_id"] == message_id or not of_former_topic(row)}
+    lost: dict[str, dt.datetime] = {}
+    for row in given_up:
+        if not of_former_topic(row):
+            lost[row["grp"]] = min(row["found_at"], lost.get(row["grp"], row["found_at"]))
     calls: dict[str, list[CallTrace]] = {}
     for row in external:
         calls.setdefault(row.pop("grp"), []).append(CallTrace(**row))

@@ -314,6 +314,26 @@ def test_it_reads_what_was_forgotten_while_it_waited(outbox_postgres):
     assert len(raised) == 1
 
 
+@pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
+def test_above_read_committed_what_was_forgotten_since_the_snapshot_is_the_drivers_error(outbox_postgres, level):
+    today, _ = stop_clock(outbox_postgres.url)
+    id_ = id_of(dt.datetime.combine(today, dt.time(), dt.UTC) - dt.timedelta(days=9))
+    with outbox_postgres.connect() as connection:
+        for each in (id_, uuid7()):
+            assert once(connection, message(each), consumer="billing")
+        query = "UPDATE consumer.processed_messages SET seen_at = now() - interval '6 days' WHERE message_id = %s"
+        connection.execute(query, (id_,))
+    late = outbox_postgres.connect()
+    late.isolation_level = level
+    late.execute("SELECT 1")
+    assert [done.deleted_rows for done in IdRetention(outbox_postgres.url, "consumer", 5).prune()] == [0, 1]
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        once(late, message(id_), consumer="billing")
+    late.rollback()
+    with pytest.raises(MessageTooOld):
+        once(late, message(id_), consumer="billing")
+
+
 def test_the_day_is_that_of_the_table(outbox_postgres):
     from outbox.consumer.ids import DAY_OF_ID
 

@@ -78,6 +78,25 @@ def test_after_an_abort(place, mortal_network, abort, start, offset):
     assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(10))
 
 
+@pytest.mark.parametrize("offset", [-1, 3])
+def test_what_kafka_has_lost_is_not_read_again(place, mortal_network, abort, monkeypatch, caplog, offset):
+    """As an operator can't set back a group with members, this process knows better."""
+    monkeypatch.setattr(_positions, "DOUBT_SECONDS", 1.0)
+    _, proxy = mortal_network
+    servers, place.options["bootstrap.servers"] = place.options["bootstrap.servers"], proxy.address
+    member = place.member(copied(place))
+    place.options["bootstrap.servers"] = servers
+    with running(member):
+        place.feed(range(5))
+        wait_until(lambda: member.committed == 5, 60, "the first messages")
+        proxy.on(OFFSET_FETCH, edit_response(instead(offset, of=5)), times=100)
+        abort.set()
+        place.feed(range(5, 10))
+        wait_until(lambda: place.position() == 10, 60, "the others")
+    assert "where this process had it at 5, and goes on from there" in caplog.text
+    assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(10))
+
+
 def test_a_process_that_has_just_started(place, mortal_network):
     """It knows no position, so a missing one is not taken for that of a new group at once."""
     _, proxy = mortal_network

@@ -158,7 +158,7 @@ def test_the_first_record_of_a_partition_is_refused_while_another_waits_for_it(p
     with pytest.raises(TransformFailed, match=r"too large.*raise max"):
         member.run()
     absent = outbox_kafka.name("absent")
-    with pytest.raises(KafkaRefused, match=r"can't produce: .*[Uu]nknown topic"):
+    with pytest.raises(KafkaRefused, match=r"can't produce to .*[Uu]nknown topic"):
         place.member(lambda _message: [Record(absent, b"k", b"")] * 2).run()
     assert len(waits) >= 2
     assert (place.position(), member.committed) == (0, 0)

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 from support import wait_until
 from transform_support import Place, copied, place, running
 
@@ -49,6 +49,35 @@ def test_the_others_are_read_until_its_leader_is_back(away):
             cluster.start_broker(0)
             wait_until(lambda: [each.offset for each in place.positions()] == [15, 10], 120, "its messages")
     assert sum(map(len, place.come(25).values())) == 25
+
+
+def test_one_that_was_added_and_has_no_leader_disturbs_neither_the_others_nor_the_group(away, caplog):
+    """Where it begins, nobody can say before it has one."""
+    caplog.set_level("INFO", "outbox")
+    cluster, place = away
+    place.partitions = 3
+    admin = AdminClient(place.options)
+    admin.create_partitions([NewPartitions(place.source, 3, replica_assignment=[[1]])])[place.source].result(30)
+    wait_until(lambda: leaders(admin, place) == [True] * 3, 60, "the third partition")
+    place.feed(range(15, 20), partition=2)
+    cluster.kill_broker(0)
+    wait_until(lambda: leaders(admin, place) == [True, False, False], 60, "no leader of it")
+    place.feed(range(5, 10), partition=0)
+    member = place.member(copied(place))
+    with running(member):
+        wait_until(lambda: place.positions()[0].offset == 10, 60, "the messages of the others")
+        assert {one.partition: one.why for one in member.stalled(0)} == {2: "it has no leader"}
+        cluster.start_broker(0)
+        wait_until(lambda: [each.offset for each in place.positions()] == [10, 5, 5], 120, "its messages")
+        wait_until(lambda: member.stalled(0) == [], 60, "nothing to wait")
+    assert "a new client goes on" not in caplog.text
+    assert sum(map(len, place.come(20).values())) == 20
+
+
+def leaders(admin: AdminClient, place: Place) -> list[bool]:
+    """Which partitions of the source have leaders."""
+    found = admin.list_topics(timeout=20).topics[place.source].partitions
+    return [one.leader >= 0 for _, one in sorted(found.items())]
 
 
 def test_its_log_is_checked_before_its_messages_are_used(place, monkeypatch):

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from confluent_kafka import KafkaError, Message
+from confluent_kafka import KafkaError, KafkaException, Message
 
 from outbox._clients.kafka_rules import LastingRefusal
 from outbox.consumer import member_clients
 from outbox.consumer.member_clients import MemberClients
 from outbox.consumer.stalled import Watch
+from outbox.errors import ConfigurationError
 
 
 class Ended(Exception):
@@ -177,3 +178,18 @@ def test_new_clients_have_the_certificates_of_now(tmp_path):
 
     made.clients.run(use, threading.Event())
     assert lost == [broken, None]
+
+
+def test_options_that_librdkafka_refuses_end_the_member_unless_it_took_them_before():
+    """Then certificates are just being replaced, and the next clients have both halves."""
+    made = Made()
+    refused = KafkaException(KafkaError(KafkaError._INVALID_ARG, "ssl.key.location failed"))
+    again = ConfigurationError("Kafka options: no")
+    for error in (refused, again):
+        with pytest.raises(ConfigurationError, match=r"kafka: ssl|Kafka options"), made.clients.making():
+            raise error
+    with made.clients.making():
+        pass
+    for error in (refused, again):
+        with pytest.raises(KafkaException, match=r"kafka: ssl|Kafka options"), made.clients.making():
+            raise error

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import closing
+from threading import Event
+
 import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from outbox._clients.credentials import VARIABLE
+from outbox._clients.kafka_rules import LastingRefusal
+from outbox.consumer import member_clients
+from outbox.consumer.delays import TopicDelays
 from outbox.consumer.errors import NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.losses import find_losses
+from outbox.consumer.member_clients import MemberClients
 from outbox.consumer.model import OffsetBounds, StoredOffset
+from outbox.consumer.stalled import Watch
 from outbox.credentials import Credential, CredentialRequest
-from outbox.inbox import KafkaFailed, PositionLost, TopicReplaced
+from outbox.errors import ConfigurationError
+from outbox.inbox import Consumer, KafkaFailed, PositionLost, TopicReplaced, _member, consumer
 from outbox.inbox._kafka import Admin, consumer_options, lost
 from outbox.transform._plan import client_options
 
@@ -70,3 +82,72 @@ def callback(_: str) -> tuple[str, float]:
 
 def given(_: CredentialRequest) -> Credential:
     return Credential("token", expires_at=1.0, principal="billing")
+
+
+OPTIONS = {"bootstrap.servers": "127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"max.poll.interval.ms": 5000}, {"group.protocol": "consumer", "session.timeout.ms": 6000}, {"no.such": "1"}],
+)
+def test_options_that_librdkafka_refuses(given):
+    with pytest.raises(ConfigurationError, match=f"(?i)kafka.*{list(given)[-1]}"):
+        Consumer("", ["t"], group="billing", kafka={**OPTIONS, **given}).run(print)
+
+
+def test_certificates_that_are_half_replaced_when_a_new_member_reads_them_are_waited_for(monkeypatch):
+    monkeypatch.setattr(member_clients, "pause", lambda *_: None)
+    runs: list[int] = []
+
+    class Read:
+        def __init__(self, *_: object) -> None:
+            runs.append(len(runs))
+            if len(runs) == 2:
+                raise KafkaException(KafkaError(KafkaError._INVALID_ARG, "ssl.key.location failed"))
+
+        def run(self) -> KafkaError | None:
+            return KafkaError(KafkaError._SSL, "certificate expired") if len(runs) == 1 else None
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(consumer, "Member", Read)
+    Consumer("", ["t"], group="billing", kafka=OPTIONS).run(print)
+    assert len(runs) == 3
+
+
+def test_a_group_whose_position_can_not_be_shown_has_the_reason_as_text():
+    """Where ``max.poll.interval.ms`` is short, there is none: a client that joins no group does without."""
+    admin = KafkaAdmin({**OPTIONS, "max.poll.interval.ms": 5000})
+    assert admin.show_lag("billing", {("t", 0): 1}, 0) is None
+    admin._options |= {"security.protocol": "ssl", "ssl.ca.location": "/nowhere"}
+    assert "ssl.ca.location" in (admin.show_lag("other", {("t", 0): 1}, 0) or "")
+
+
+def test_credentials_that_are_refused_at_a_claim_end_the_member_once_that_lasts(monkeypatch):
+    """As those of its own connections do. Other failures of a claim are counted."""
+    now, codes = [0.0], [KafkaError._AUTHENTICATION]
+    monkeypatch.setattr(member_clients, "LastingRefusal", lambda: LastingRefusal(300.0, lambda: now[0]))
+    made = Consumer("", ["t"], group="billing", kafka=OPTIONS)
+    clients = MemberClients(made._settings.options, ["t"], Watch(), logging.getLogger("outbox.test"), KafkaFailed)
+    asked: list[float] = []
+
+    def look(*_: object, **__: object) -> None:
+        asked.append(now[0])
+        now[0] += 10.0
+        raise of_kafka(KafkaError(codes[0], "no"), "Kafka")
+
+    def claim(member: _member.Member, _partitions: object) -> None:
+        member._admin.look({"t"})
+
+    monkeypatch.setattr(KafkaAdmin, "look", look)
+    monkeypatch.setattr(_member.Member, "_claim", claim)
+    monkeypatch.setattr(_member, "pause", lambda *_: None)
+    for codes[0], seconds in ((KafkaError._AUTHENTICATION, 300.0), (KafkaError._TIMED_OUT, 70.0)):
+        now[0] = 0.0
+        asked.clear()
+        member = _member.Member(made._settings, print, Event(), Watch(), TopicDelays(), clients)
+        with closing(member), pytest.raises(KafkaFailed):
+            member._assigned(None, [TopicPartition("t", 0)])
+        assert asked[-1] == seconds
+        clients.worked()

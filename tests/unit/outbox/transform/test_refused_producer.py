@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from outbox.consumer import member_clients
 from outbox.transform import Transformer, _session
 
 REFUSED = KafkaError(KafkaError._AUTHENTICATION, "SASL authentication error: Authentication failed")
@@ -48,3 +50,25 @@ def test_a_probe_sees_why_while_it_may_pass(monkeypatch):
         member.run()
     assert seen[0].startswith("the group has not answered")
     assert seen[1:] == [REFUSED.str()] * 9
+
+
+def test_certificates_that_are_half_replaced_when_a_new_client_reads_them_are_waited_for(monkeypatch):
+    monkeypatch.setattr(member_clients, "pause", lambda *_: None)
+    stop = threading.Event()
+    made: list[Producer] = []
+
+    class Read(Producer):
+        def __init__(self, options: Mapping[str, Any]) -> None:
+            super().__init__(options)
+            made.append(self)
+            if len(made) == 2:
+                raise KafkaException(KafkaError(KafkaError._INVALID_ARG, "ssl.key.location failed"))
+
+        def init_transactions(self, _seconds: float) -> None:
+            if len(made) == 3:
+                stop.set()
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT, "certificate expired"))
+
+    monkeypatch.setattr(_session, "Producer", Read)
+    Transformer(lambda _: [], topics=["t"], group="g", kafka={"bootstrap.servers": "127.0.0.1:1"}).run(stop)
+    assert len(made) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
+from concurrent.futures import Future
 
 import orjson
 import psycopg
@@ -235,6 +236,43 @@ def test_show_says_where_everything_stands(driver):
         assert part in text
     assert f"accept: outbox offsets reset {GROUP} --topic {driver.topic} --to loss" in text
     assert driver.command("show", "--group", "nobody").exit_code == 1
+
+
+def test_a_partition_without_a_leader_hides_only_its_own_figures(driver, monkeypatch):
+    driver.send(0, 10)
+    driver.meet()
+    describe = KafkaAdmin.describe
+
+    def without_one(admin: KafkaAdmin, topics: list[str], seconds: float | None = None) -> dict[str, Future]:
+        found = {name: one.result(30) for name, one in describe(admin, topics, seconds).items()}
+        for one in found.values():
+            one.partitions[1].leader = None
+        done = {name: Future() for name in found}
+        for name, one in found.items():
+            done[name].set_result(one)
+        return done
+
+    monkeypatch.setattr(KafkaAdmin, "describe", without_one)
+    [group], away = driver.offsets().show(GROUP)
+    first, second = group.positions
+    assert away is None
+    assert (first.lag, first.trouble) == (10, None)
+    assert (second.next_offset, second.end, second.lag, second.trouble) == (0, None, None, "it has no leader")
+
+
+def test_accepting_what_was_given_up_keeps_the_epoch_that_finds_a_log_that_was_cut(driver):
+    driver.send(0, 10)
+    driver.meet()
+    driver.read(0, 2)
+    driver.rows("UPDATE consumer.offsets SET leader_epoch = 0, epoch_offset = 2 WHERE part = 0 RETURNING 1")
+    driver.rows(
+        "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
+        "SELECT grp, topic, topic_id, 0, 1, 2, 'given-up', 'why' FROM consumer.offsets WHERE part = 0",
+        result=False,
+    )
+    moved = driver.offsets().reset(GROUP, driver.topic, "loss", "counted")
+    assert (len(moved.accepted), driver.positions()[0]) == (1, 2)
+    assert driver.rows("SELECT leader_epoch, epoch_offset FROM consumer.offsets WHERE part = 0") == [(0, 2)]
 
 
 def test_show_without_kafka_and_without_tables(driver, outbox_postgres):
