@@ -418,7 +418,7 @@ class Applier:
 
         Waits while Postgres is away. Raises HandlerFailed also if that can't be recorded, or until ``stop``.
         """
-        message, why, attempt = ended.message, ended.why.error, 0
+        message, why, attempt, recorded = ended.message, ended.why.error, 0, True
         while True:
             try:
                 with self._session.transaction() as connection:
@@ -430,14 +430,16 @@ class Applier:
             except psycopg.Error as error:
                 self.interrupted(error, f"recording what is lost of {part.name}", [part.partition])
                 if self._stopping.is_set() or not self._session.passes(error):
-                    why = f"{why}; if it was committed, {len(lost)} messages are lost, and not recorded: {error}"
+                    why = f"{why}; if it was committed, messages are lost, {len(lost)} of them: {error}"
+                    recorded = False
                     break
                 pause(self._stopping, attempt)
                 attempt += 1
             else:
                 break
         cause = ended.__cause__ or ended
-        raise HandlerFailed(message.topic(), message.partition(), message.offset(), 1, why, given_up=True) from cause
+        place = message.topic(), message.partition(), message.offset()
+        raise HandlerFailed(*place, 1, why, given_up=True, recorded=recorded) from cause
 
     def _record(self, connection: psycopg.Connection[Any], part: Assigned, failures: Iterable[MessageFailed]) -> None:
         assert part.position is not None

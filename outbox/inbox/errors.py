@@ -28,9 +28,19 @@ class HandlerFailed(InboxError):
     """
 
     def __init__(
-        self, topic: str, partition: int, offset: int, attempts: int, why: str, *, given_up: bool = False
+        self,
+        topic: str,
+        partition: int,
+        offset: int,
+        attempts: int,
+        why: str,
+        *,
+        given_up: bool = False,
+        recorded: bool = True,
     ) -> None:
         left = "What failed is recorded in consumer.losses, and not tried again" if given_up else "Nothing was skipped"
+        if not recorded:
+            left = "What may be lost is not recorded in consumer.losses"
         super().__init__(
             f"{topic}-{partition} offset {offset} could not be applied, attempts: {attempts}: {why}. {left}; start the "
             "consumer again when the cause is gone"

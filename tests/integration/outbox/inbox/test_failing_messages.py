@@ -208,6 +208,30 @@ def test_what_a_handler_has_committed_is_recorded_after_an_outage(log):
     assert log.run("SELECT next_offset, applied FROM consumer.offsets") == [(20, 11)]
 
 
+def test_what_can_not_be_recorded_until_the_stop_is_said(log):
+    log.produce(keys(20))
+    poison, away = Poison(1), threading.Event()
+
+    def commit_and_lose_the_server(connection: Any) -> None:
+        connection.execute("COMMIT")
+        away.set()
+        running.consumer.stop()
+        log.run("SELECT pg_terminate_backend(%s, 10000)", connection.info.backend_pid)
+
+    def connect() -> psycopg.Connection[Any]:
+        if away.is_set():
+            raise psycopg.OperationalError("away")
+        return psycopg.connect(log.database.url)
+
+    poison.how = commit_and_lose_the_server
+    with log.consuming(poison, batch=20, database=connect) as running:
+        error = running.error()
+    assert isinstance(error, HandlerFailed)
+    assert "messages are lost, 9 of them" in str(error)
+    assert "What may be lost is not recorded in consumer.losses" in str(error)
+    assert log.run("SELECT count(*) FROM consumer.losses") == [(0,)]
+
+
 def test_a_dead_letter_whose_handler_commits_is_recorded_and_kept(log):
     log.produce(keys(20))
     poison = Poison(1)

@@ -159,13 +159,13 @@ def test_lanes_with_the_same_trouble_are_told_of_together():
     assert world.watcher.seen[0] == "unavailable [1, 3] no leader"
 
 
-def test_of_lanes_with_the_same_trouble_the_longest_wait_is_told():
+def test_of_lanes_with_the_same_trouble_the_longest_wait_is_reported():
     world = World({lane: [lane + 1] for lane in (1, 3)})
     world.broker.fail_join = {lane: [BrokerUnavailable("no leader")] * 2 for lane in (1, 3)}
-    told = world.watcher.unavailable
+    report = world.watcher.unavailable
 
     def unavailable(lanes: Collection[int], error: Exception, seconds: float) -> None:
-        told(lanes, error, seconds)
+        report(lanes, error, seconds)
         if len(world.watcher.waits) == 1:
             # A lane that was taken again begins with the shortest wait.
             world.held.give([Lease(1, 2, 60.0, uptime())])
