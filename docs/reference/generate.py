@@ -353,7 +353,9 @@ def errors_page() -> str:
             error for error in found if error.__module__.startswith("outbox.sandbox")
         ],
         "Relays and operators' commands": [error for error in found if error.__module__.startswith("relay.")],
-        "Consumer groups": [error for error in found if error.__module__.startswith("outbox.consumer")],
+        "Consumer groups": [
+            error for error in found if error.__module__.startswith(("outbox.consumer", "outbox._clients"))
+        ],
         "Effects outside the database": [error for error in found if error.__module__.startswith("outbox.external")],
         "Spark jobs": [Reject, *(error for error in found if error.__module__.startswith("spark_jobs"))],
     }
