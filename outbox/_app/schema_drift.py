@@ -31,7 +31,10 @@ WITH rel AS (
 SELECT relname, 'table', '', concat_ws(' ',
            CASE relkind WHEN 'p' THEN 'partitioned by ' || pg_get_partkeydef(oid) ELSE 'plain' END,
            CASE relpersistence WHEN 'p' THEN 'logged' ELSE 'not logged' END,
-           'with (' || array_to_string(reloptions, ', ') || ')', pg_get_expr(relpartbound, oid))
+           -- How often a table is vacuumed is up to its operators.
+           (SELECT 'with (' || string_agg(o, ', ') || ')' FROM unnest(reloptions) o
+             WHERE NOT starts_with(o, 'autovacuum')),
+           pg_get_expr(relpartbound, oid))
   FROM rel
 UNION ALL
 SELECT relname, 'comment', '', obj_description(oid, 'pg_class') FROM rel

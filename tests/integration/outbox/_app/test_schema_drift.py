@@ -66,6 +66,13 @@ def test_no_version_table_of_ours_is_no_drift(outbox_postgres):
     assert schema_check.check(outbox_postgres.url) == []
 
 
+def test_settings_of_autovacuum_are_the_operators(outbox_postgres):
+    with outbox_postgres.connect() as connection:
+        connection.execute("ALTER TABLE outbox.events SET (autovacuum_vacuum_scale_factor = 0.05)")
+        connection.execute("ALTER TABLE outbox.lanes SET (autovacuum_enabled = off)")
+    assert schema_check.check(outbox_postgres.url) == []
+
+
 def test_check_on_the_search_path_of_a_role_called_as_the_schema(outbox_postgres):
     with outbox_postgres.connect() as connection:
         connection.execute("CREATE FUNCTION outbox.f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
