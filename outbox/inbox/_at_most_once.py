@@ -48,9 +48,10 @@ from outbox.consumer.errors import shown
 from outbox.consumer.model import ClaimedOffset
 from outbox.consumer.postgres_errors import Strikes
 from outbox.consumer.statements import IMMEDIATE, cursor
-from outbox.inbox._applier import Applier, MessageFailed, TransactionEnded
+from outbox.inbox._applier import Applier
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._message import KafkaMessage
+from outbox.inbox._transactions import MessageFailed, TransactionEnded
 from outbox.inbox.errors import HandlerFailed
 
 # Deferred constraints: at COMMIT they would fail the whole batch. The next handler may need them deferred again.

@@ -72,11 +72,13 @@ from outbox.consumer.stalled import Watch
 from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
 from outbox.inbox import _kafka
-from outbox.inbox._applier import Applier, Handler, Settings
+from outbox.inbox._applier import Applier
 from outbox.inbox._assigned import Assigned, size_of
 from outbox.inbox._at_most_once import AtMostOnceApplier
 from outbox.inbox._message import KafkaMessage
+from outbox.inbox._retries import Retries
 from outbox.inbox._session import Session
+from outbox.inbox._transactions import Handler, Settings
 from outbox.inbox._waiting import WaitingLetters
 from outbox.inbox.errors import KafkaFailed
 
@@ -140,7 +142,8 @@ class Member:
             reclaim_seconds=reclaim_seconds,
             stopping=stopping,
         )
-        self._waiting = WaitingLetters(settings.letters, self._session, self._applier)
+        retries = Retries(settings, self._session, handler, watch, reclaim_seconds=reclaim_seconds, stopping=stopping)
+        self._waiting = WaitingLetters(settings.letters, self._session, retries)
         self._joined_at = math.inf
         self._clients = clients
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": clients.hear})

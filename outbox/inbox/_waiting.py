@@ -10,9 +10,9 @@ from typing import Any, Final
 import psycopg
 
 from outbox.consumer.model import Partition
-from outbox.inbox._applier import Applier
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._letters import Letters
+from outbox.inbox._retries import Retries
 from outbox.inbox._session import Session
 
 _PART_OF_TIME: Final = 0.01
@@ -36,10 +36,10 @@ class WaitingLetters:
     looks once more whether it is behind another.
     """
 
-    def __init__(self, letters: Letters, session: Session, applier: Applier) -> None:
+    def __init__(self, letters: Letters, session: Session, retries: Retries) -> None:
         self._letters = letters
         self._session = session
-        self._applier = applier
+        self._retries = retries
         # Of each topic, one set for all partitions.
         self.keys: dict[str, set[bytes]] = {}
         self._gone: dict[Partition, Partition] = {}
@@ -127,7 +127,7 @@ class WaitingLetters:
                 if found:
                     # However long the look took, a letter is tried: else none ever would be.
                     continue
-            elif self._applier.retry(claim, partition, cleared[partition]):
+            elif self._retries.retry(claim, partition, cleared[partition]):
                 left.rotate(-1)
             else:
                 del cleared[partition]

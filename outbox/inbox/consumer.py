@@ -22,10 +22,10 @@ from outbox.consumer.model import DEFAULT_SCHEMA
 from outbox.consumer.stalled import StalledPartition, Watch
 from outbox.errors import ConfigurationError
 from outbox.inbox import _kafka
-from outbox.inbox._applier import Handler, Settings
 from outbox.inbox._letters import Letters
 from outbox.inbox._member import Member
 from outbox.inbox._once import check_name
+from outbox.inbox._transactions import Handler, Settings
 from outbox.inbox.errors import KafkaFailed
 from outbox.stopping import Stopping
 

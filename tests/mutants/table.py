@@ -415,7 +415,7 @@ MUTANTS: Final = (
     Mutant(
         "forgotten_ids_are_new",
         "once: what may have been applied is not applied",
-        "outbox/inbox/_applier.py",
+        "outbox/inbox/_transactions.py",
         "if NO_TIME < day(id_) < before:",
         "if False:",
         (f"{_INBOX}/test_failing_messages.py",),
@@ -431,7 +431,7 @@ MUTANTS: Final = (
     Mutant(
         "spoilt_transactions_pass",
         "the effect and the position are one transaction",
-        "outbox/inbox/_applier.py",
+        "outbox/inbox/_transactions.py",
         "if (text := spoilt(connection)) is not None:",
         "if (text := spoilt(connection)) is not None and False:",
         (f"{_INBOX}/test_failing_messages.py",),

@@ -21,10 +21,12 @@ from outbox.consumer.letters import DeadLetter
 from outbox.consumer.messages import Headers, stored_headers
 from outbox.consumer.model import AT_MOST_ONCE, ClaimedOffset, Loss, Range, RejectedRecord
 from outbox.consumer.stalled import Watch
-from outbox.inbox._applier import Applier, MessageFailed, Settings
+from outbox.inbox._applier import Applier
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._at_most_once import AtMostOnceApplier
+from outbox.inbox._retries import Retries
 from outbox.inbox._session import Session
+from outbox.inbox._transactions import MessageFailed, Settings
 from outbox.inbox._waiting import WaitingLetters
 from outbox.inbox.consumer import Consumer
 from outbox.testing.fixtures import Database
@@ -142,7 +144,8 @@ class OnInbox:
             reclaim_seconds=60,
             stopping=Event(),
         )
-        self.waiting = WaitingLetters(self.settings.letters, self.session, self.applier)
+        retries = Retries(self.settings, self.session, self.handle, Watch(), reclaim_seconds=60, stopping=Event())
+        self.waiting = WaitingLetters(self.settings.letters, self.session, retries)
 
     def handle(self, connection: psycopg.Connection[Any], message: Any) -> None:
         values = (int(message.value()), message.offset(), message.partition())

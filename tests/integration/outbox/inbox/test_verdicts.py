@@ -14,7 +14,7 @@ from inbox_support import Log, apply
 
 from outbox._clients import backoff
 from outbox.consumer.postgres_errors import MOST_STRIKES
-from outbox.inbox import HandlerFailed, _applier, _member
+from outbox.inbox import HandlerFailed, _member, _transactions
 
 MESSAGES = 300
 BAD = 150
@@ -25,7 +25,7 @@ TRIES = 3 * MOST_STRIKES
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
-    for module in (backoff, _applier):
+    for module in (backoff, _transactions):
         monkeypatch.setattr(module, "MEMBER_PAUSE", (0.01, 0.05))
 
 
