@@ -22,6 +22,10 @@ DOUBT_SECONDS: Final = 20.0
 """How long a position is asked for again that is missing, or lower than before; at most half of the poll interval."""
 NEW_SECONDS: Final = 3.0
 """The same for a position that is missing and that this process has never had: the group may be new there."""
+_LASTING: Final = (
+    "if that lasts though all brokers are there, restart the group's coordinator: it may wait for the end of a "
+    "transaction that it has missed"
+)
 _POLL_INTERVAL_MS: Final = 300_000  # librdkafka's default
 
 
@@ -43,10 +47,15 @@ def committed(
 ) -> list[TopicPartition]:
     """Return the group's positions in these partitions, when they can be believed, or at ``stop``.
 
-    A coordinator that restarts quickly may answer before it has read all positions back (Kafka 4.0 to 4.4): with none,
-    or an earlier one than is known. If it stays the same, it is taken where the group is new, or where an operator may
-    have set it since a ``former`` run. Where this run was further, in ``own``, Kafka has lost the position: it refuses
-    to set back a group with members.
+    A broker of Kafka 4.0 to 4.4 that restarts quickly may answer with none, or with an earlier one than is known: when
+    it becomes the coordinator anew while it still reads the positions back, the end of the first reading counts as that
+    of the second (CoordinatorRuntime.load looks up the partition's context, not its epoch). A write in between ends the
+    second, and what it has not read stays missing until the broker restarts. So does the end of a transaction: then
+    positions are asked for in vain.
+
+    If an answer stays the same, it is taken where the group is new, or where an operator may have set it since a
+    ``former`` run. Where this run was further, in ``own``, Kafka has lost the position: it refuses to set back a group
+    with members.
     """
     known = {**former, **own}
     asked = [TopicPartition(each.topic, each.partition) for each in partitions]
@@ -54,7 +63,7 @@ def committed(
     before: dict[Partition, int] = {}
     attempts, since = 0, time.monotonic()
     while True:
-        found = answered(consumer.committed(asked, SECONDS)) if asked else []
+        found = _answer(consumer, asked) if asked else []
         doubtful = {
             at: each.offset
             for each in found
@@ -80,6 +89,16 @@ def committed(
         logger.warning("group %s has %s-%d %s, where %s", options["group.id"], topic, partition, now, then)
     lost = own.keys() & doubtful.keys()
     return [own[at] if (at := (each.topic, each.partition)) in lost else each for each in found]
+
+
+def _answer(consumer: Consumer, partitions: list[TopicPartition]) -> list[TopicPartition]:
+    try:
+        return answered(consumer.committed(partitions, SECONDS))
+    except KafkaException as error:
+        inner: KafkaError = error.args[0]
+        if inner.code() != KafkaError._TIMED_OUT:  # noqa: SLF001
+            raise
+        raise KafkaException(KafkaError(inner.code(), f"{inner.str()}; {_LASTING}")) from error
 
 
 def partition_of(message: Message) -> Partition:
