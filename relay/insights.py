@@ -294,7 +294,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         with one_snapshot(connection, _STATEMENT_SECONDS):
             cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
             pauses: Sequence[Paused] = ()
-            with visible.reading("pauses", "relays"):
+            with visible.reading("pauses", "relays", "lanes"):
                 pauses = _paused(read(_PAUSES))
             now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
             with visible.reading("lanes"):

@@ -183,7 +183,7 @@ def test_at_most_once_what_is_deleted_when_postgres_goes_away_is_counted_as_lost
 
     def until_lane_2(lanes):
         if list(lanes) == [2]:
-            raise DatabaseUnavailable("away")
+            admin.execute("SELECT pg_terminate_backend(%s, 10000)", [source.connection.info.backend_pid])
         return settle(lanes)
 
     monkeypatch.setattr(source.settlement, "settle", until_lane_2)
