@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka_rules import cut_logs
@@ -184,9 +184,12 @@ def _is_away(error: KafkaError) -> bool:
 
 
 def beginnings(
-    consumer: Consumer, positions: Sequence[TopicPartition], start: str, group: str
+    consumer: Consumer, producer: Producer, positions: Sequence[TopicPartition], start: str, group: str
 ) -> tuple[list[TopicPartition], set[Partition]]:
     """Return where partitions without a position begin, and those that have no leader to say it.
+
+    producer  is asked for metadata: ``list_topics`` of the consumer, in a callback of its ``poll``, would leave nothing
+              for the next callback of that ``poll`` to find its thread by, and the process would abort.
 
     Raises InputLost if there are to be none without a position.
     """
@@ -194,34 +197,36 @@ def beginnings(
         raise InputLost(f"group {group!r} has no position in {positions[0].topic}-{positions[0].partition}")
     begun: list[TopicPartition] = []
     leaderless: set[Partition] = set()
-    led = {topic: _led(consumer, topic, SECONDS) for topic in {each.topic for each in positions}}
+    led = {topic: _led(producer, topic, SECONDS) for topic in {each.topic for each in positions}}
     for each in positions:
         try:
             # Otherwise librdkafka waits for a leader, of each such partition anew.
             if (each.topic, each.partition) in led[each.topic]:
-                begun.append(_beginning(consumer, each, start, group))
+                begun.append(_beginning(consumer, producer, each, start, group))
                 continue
         except KafkaException as error:
             if not _is_away(error.args[0]):
                 raise
-            led[each.topic] = _led(consumer, each.topic, SECONDS)
+            led[each.topic] = _led(producer, each.topic, SECONDS)
         logger.info("group %s waits for a leader of %s-%d, to begin there", group, each.topic, each.partition)
         leaderless.add((each.topic, each.partition))
     return begun, leaderless
 
 
-def has_leader(consumer: Consumer, partitions: Collection[Partition], seconds: float) -> bool:
+def has_leader(producer: Producer, partitions: Collection[Partition], seconds: float) -> bool:
     """Return whether one of these partitions has a leader. Raises KafkaException without an answer."""
-    return any(_led(consumer, topic, seconds) & set(partitions) for topic in {topic for topic, _ in partitions})
+    return any(_led(producer, topic, seconds) & set(partitions) for topic in {topic for topic, _ in partitions})
 
 
-def _led(consumer: Consumer, topic: str, seconds: float) -> set[Partition]:
+def _led(producer: Producer, topic: str, seconds: float) -> set[Partition]:
     """Return the partitions of a topic that have leaders."""
-    found = consumer.list_topics(topic, seconds).topics[topic].partitions
+    found = producer.list_topics(topic, seconds).topics[topic].partitions
     return {(topic, number) for number, one in found.items() if one.leader >= 0}
 
 
-def _beginning(consumer: Consumer, position: TopicPartition, start: str, group: str) -> TopicPartition:
+def _beginning(
+    consumer: Consumer, producer: Producer, position: TopicPartition, start: str, group: str
+) -> TopicPartition:
     """Return where a partition without a position begins.
 
     With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
@@ -230,7 +235,7 @@ def _beginning(consumer: Consumer, position: TopicPartition, start: str, group: 
     first, end = consumer.get_watermark_offsets(position, SECONDS, cached=False)
     if start == "earliest":
         return TopicPartition(position.topic, position.partition, first)
-    count = _first_partitions(consumer, position.topic)
+    count = _first_partitions(consumer, producer, position.topic)
     offset = end if position.partition < count else first
     if offset > first:
         skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
@@ -238,9 +243,9 @@ def _beginning(consumer: Consumer, position: TopicPartition, start: str, group: 
     return TopicPartition(position.topic, position.partition, offset, f"{_PARTITIONS}{count}")
 
 
-def _first_partitions(consumer: Consumer, topic: str) -> int:
+def _first_partitions(consumer: Consumer, producer: Producer, topic: str) -> int:
     """Return how many partitions a topic had when the group came to it."""
-    count = len(consumer.list_topics(topic, SECONDS).topics[topic].partitions)
+    count = len(producer.list_topics(topic, SECONDS).topics[topic].partitions)
     asked = [TopicPartition(topic, number) for number in range(count)]
     positions = answered(consumer.committed(asked, SECONDS))
     known = [position.metadata or "" for position in positions if position.offset >= 0]

@@ -182,7 +182,7 @@ class Session:
             consumer.assign([])
             return
         new = [position for position in found if position.offset < 0]
-        begun, self._leaderless = beginnings(consumer, new, plan.start, plan.group)
+        begun, self._leaderless = beginnings(consumer, self._producer, new, plan.start, plan.group)
         found = [position for position in found if position.offset >= 0] + begun
         if begun:
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
@@ -208,7 +208,7 @@ class Session:
         """Begin the partitions that had no leader, if one of them has."""
         self._ask_at = time.monotonic() + _LEADER_SECONDS
         try:
-            found = has_leader(self._consumer, self._leaderless, _END_SECONDS)
+            found = has_leader(self._producer, self._leaderless, _END_SECONDS)
         except KafkaException as error:
             logger.info("group %s can't ask for leaders: %s", self._plan.group, error.args[0].str())
             return

@@ -54,14 +54,18 @@ def test_a_topic_that_is_not_there(place, outbox_kafka, monkeypatch):
         Transformer(copied(place), topics=[absent], group=place.group, kafka=place.options).run()
 
 
-def test_a_topic_that_is_there_a_little_later(place, outbox_kafka, caplog):
-    """As after the start of brokers."""
+@pytest.mark.parametrize("start", ["earliest", "latest"])
+def test_a_topic_that_is_there_a_little_later(place, outbox_kafka, caplog, start):
+    """As after the start of brokers. The consumer hears of it in the poll that assigns it the other topic."""
     caplog.set_level("INFO", "outbox")
     later = outbox_kafka.name("later")
-    member = Transformer(copied(place), topics=[place.source, later], group=place.group, kafka=place.options)
+    member = Transformer(
+        copied(place), topics=[place.source, later], group=place.group, kafka=place.options, start=start
+    )
     with running(member):
         wait_until(lambda: f"waits: topic {later}" in caplog.text, 60, "it to miss the topic")
         outbox_kafka.create_topic(later, 1)
+        wait_until(lambda: all(each.offset >= 0 for each in place.positions()), 60, "it to begin")
         place.feed(range(10))
         wait_until(lambda: member.committed == 10, 60, "it to go on")
 
