@@ -202,7 +202,6 @@ def upgrade() -> None:
             "(settled_at IS NOT NULL) = (state IN ('confirmed', 'cancelled'))", name="reservations_settled"
         ),
         schema=schema,
-        postgresql_with={"autovacuum_vacuum_scale_factor": 0.01},
         comment="Effects outside the database: reserved with the offsets, called with the id, then settled.",
     )
     for name, columns, where in (
