@@ -266,6 +266,10 @@ def _unserializable(value: object) -> str | None:  # noqa: C901  one case for ea
         return None if value.is_finite() else f"is {value}, which JSON can't represent"
     try:
         orjson.dumps(value)
+        if isinstance(value, dt.datetime):
+            _with_times(value)
+    except OverflowError:
+        return f"is {value}: its offset has seconds, and as a time in UTC it can't be represented"
     except TypeError as error:
         if isinstance(value, int):
             return "is an integer of more than 64 bits; give it as text"

@@ -31,7 +31,14 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from outbox._clients.backoff import pause
 from outbox._clients.callbacks import raising
 from outbox._clients.kafka import Certificates
-from outbox._clients.kafka_rules import LastingRefusal, fatal_cause, is_fatal, is_fenced, is_refusal
+from outbox._clients.kafka_rules import (
+    LastingRefusal,
+    fatal_cause,
+    is_fatal,
+    is_fenced,
+    is_refusal,
+    refuses_credentials,
+)
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.kafka_errors import of_kafka
 from outbox.consumer.stalled import Watch
@@ -138,11 +145,16 @@ class MemberClients:
     def making(self) -> Iterator[None]:
         """Make clients in this block. Raises ConfigurationError for options that librdkafka refuses.
 
-        And KafkaException if it took them before: certificates are just being replaced, and later ones may be whole.
+        And KafkaException if it took them before: certificates are just being replaced, and later ones may be whole; or
+        if it has got no token, until that has lasted.
         """
         try:
             yield
         except (KafkaException, ConfigurationError) as error:
+            if isinstance(error, KafkaException) and refuses_credentials(error.args[0]):
+                self.hear(error.args[0])
+                self.check()
+                raise
             text = f"kafka: {error.args[0].str()}" if isinstance(error, KafkaException) else str(error)
             if self._taken:
                 raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text)) from error  # noqa: SLF001

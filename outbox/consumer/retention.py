@@ -223,8 +223,8 @@ class IdRetention:
         wait_seconds  how long to retry while tasks hold the locks.
 
         Raises SchemaError without the rights of the tables' owner or where something depends on an old day, and
-        ConsumerUnavailable when Postgres is away or
-        tasks hold the locks for too long. What was done by then stays done.
+        ConsumerUnavailable when Postgres is away or tasks hold the locks for too long. What was done by then stays
+        done.
         """
         deadline = time.monotonic() + wait_seconds
         with clear_errors("keeping the days of processed_messages"):
@@ -412,9 +412,10 @@ def _why(failures: Sequence[psycopg.Error]) -> dict[str, Any]:
     if not failures:
         return {}
     denied = [error for error in failures if isinstance(error, errors.InsufficientPrivilege)]
-    needed = [error for error in failures if isinstance(error, errors.DependentObjectsStillExist)]
-    problem = first_line((denied or needed or failures)[0])
-    return {"problem": problem, "denied": bool(denied), "needed": bool(needed) and not denied}
+    # What is busy may be free the next time.
+    busy = [error for error in failures if not isinstance(error, errors.DependentObjectsStillExist)]
+    problem = first_line((denied or busy or failures)[0])
+    return {"problem": problem, "denied": bool(denied), "needed": not busy}
 
 
 def _named(day: dt.date) -> str:

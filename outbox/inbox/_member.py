@@ -264,11 +264,8 @@ class Member:
                 claimed = self._claim(partitions)
             except (psycopg.Error, KafkaFailed) as error:
                 attempt += 1
-                if (credentials := _kafka.refused_credentials(error)) is not None:
-                    # They may be changing: the member ends once that has lasted, as for its own connections.
+                if self._is_refused(error):
                     refused += 1
-                    self._clients.hear(credentials)
-                    self._clients.check()
                 elif isinstance(error, KafkaFailed) and attempt - refused >= _CLAIM_ATTEMPTS:
                     raise
                 self._applier.interrupted(error, "claiming partitions", partitions)
@@ -280,6 +277,15 @@ class Member:
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
         kafka.resume(found)
+
+    def _is_refused(self, error: BaseException) -> bool:
+        """Return whether Kafka refuses the credentials, which may pass. Raises KafkaFailed once that has lasted."""
+        credentials = _kafka.refused_credentials(error)
+        if credentials is None:
+            return False
+        self._clients.hear(credentials)
+        self._clients.check()
+        return True
 
     def _assign(self, partition: Partition, position: ClaimedOffset | None) -> Assigned:
         keys = set() if position is None else self._waiting.keys[partition[0]]
@@ -359,6 +365,7 @@ class Member:
         try:
             claimed = self._claim(parts)
         except (psycopg.Error, KafkaFailed) as error:
+            self._is_refused(error)
             self._applier.postpone(parts.values(), error, "claiming partitions again")
             return
         for partition, position in claimed.items():

@@ -173,7 +173,7 @@ def test_any_time_is_the_same_time(value):
 
 @pytest.mark.parametrize(("last", "seconds"), [(dt.datetime.min, 30), (dt.datetime.max, -30)])
 def test_a_time_with_seconds_in_its_offset_that_has_none_in_utc_is_refused(last, seconds):
-    with pytest.raises(PayloadError):
+    with pytest.raises(PayloadError, match=r"payload\[0\]: is .*: its offset has seconds, and as a time in UTC"):
         encoded([last.replace(tzinfo=dt.timezone(dt.timedelta(seconds=seconds)))])
 
 

@@ -17,6 +17,7 @@ from rows_and_roles import login_role
 from support import stop_clock, wait_until, with_path_of_role
 
 from outbox.consumer import retention
+from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import DAY_OF_ID
 from outbox.consumer.retention import NO_TIME, STRAY, IdRetention, RetentionResult, _named
 from outbox.consumer.statements import statement
@@ -252,6 +253,11 @@ def test_a_view_of_an_old_day_keeps_only_that_day(sink):
     partition = sink.memory._partition(_named(viewed))
     with psycopg.connect(sink.url) as connection:
         connection.execute(sql.SQL("CREATE VIEW public.of_a_day AS TABLE {}").format(partition))
+    with psycopg.connect(sink.url) as dump:
+        dump.execute(sql.SQL("LOCK TABLE {} IN ROW EXCLUSIVE MODE").format(sink.memory._partition(_named(later))))
+        # It retries while a day is busy.
+        with pytest.raises(ConsumerUnavailable, match="tasks may be using them"):
+            list(sink.memory.prune(0.0))
     done = sink.memory.forget()
     assert done.dropped == (_named(later),)
     assert _named(viewed) in done.problem_figures()["problem"]

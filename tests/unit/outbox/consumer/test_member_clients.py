@@ -180,6 +180,17 @@ def test_new_clients_have_the_certificates_of_now(tmp_path):
     assert lost == [broken, None]
 
 
+def test_a_token_that_did_not_come_ends_the_member_once_that_has_lasted(monkeypatch):
+    """librdkafka says so when a client is made."""
+    made = Made()
+    away = KafkaException(KafkaError(KafkaError.SASL_AUTHENTICATION_FAILED, "OAuth token not set within 10 seconds"))
+    with pytest.raises(KafkaException, match="OAuth token"), made.clients.making():
+        raise away
+    monkeypatch.setattr(made.clients._credentials, "_seconds", 0.0)
+    with pytest.raises(Ended, match="OAuth token"), made.clients.making():
+        raise away
+
+
 def test_options_that_librdkafka_refuses_end_the_member_unless_it_took_them_before():
     """Then certificates are just being replaced, and the next clients have both halves."""
     made = Made()

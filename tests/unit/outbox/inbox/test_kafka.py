@@ -8,6 +8,7 @@ from threading import Event
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from support import wait_until
 
 from outbox._clients.credentials import VARIABLE
 from outbox._clients.kafka_rules import LastingRefusal
@@ -23,6 +24,7 @@ from outbox.consumer.stalled import Watch
 from outbox.credentials import Credential, CredentialRequest
 from outbox.errors import ConfigurationError
 from outbox.inbox import Consumer, KafkaFailed, PositionLost, TopicReplaced, _member, consumer
+from outbox.inbox._assigned import Assigned
 from outbox.inbox._kafka import Admin, consumer_options, lost
 from outbox.transform._plan import client_options
 
@@ -151,3 +153,14 @@ def test_credentials_that_are_refused_at_a_claim_end_the_member_once_that_lasts(
             member._assigned(None, [TopicPartition("t", 0)])
         assert asked[-1] == seconds
         clients.worked()
+    now[0], codes[0] = 0.0, KafkaError._AUTHENTICATION
+    member = _member.Member(made._settings, print, Event(), Watch(), TopicDelays(), clients)
+
+    def claim_again() -> None:
+        # Its claim is in doubt, and due.
+        member._parts["t", 0] = Assigned(("t", 0), None, set(), 0)
+        member._claim_again()
+
+    with closing(member), pytest.raises(KafkaFailed):
+        wait_until(claim_again, 60, "the end")
+    assert asked[-1] == 300.0
