@@ -123,7 +123,7 @@ class ConsumerJob:
             raise JobError("schema: must be Spark DDL, a decoder, or None for bytes")
         if self.schema is not None and not isinstance(self.schema, str | Decoder):
             raise JobError(f"schema: {type(self.schema).__name__} is not a decoder")
-        if isinstance(self.types, str) or self.types == []:
+        if isinstance(self.types, str) or (self.types is not None and not list(self.types)):
             raise JobError(f"types: must be a list of event types, or None for all, not {self.types!r}")
         self._check_choices()
         self._check_effect()

@@ -45,13 +45,14 @@ _DATA: Final = ("21", "22", "23", "44", "54", "P0001", "P0004")
 _PASSING: Final = frozenset({"25006", "25P03", "25P04"})
 
 
-# OperationalErrors to psycopg that do not pass: program limits (a value that is too long stays too long), and a missing
-# savepoint, because the effect has ended the transaction.
-_STAYING: Final = ("54", "3B")
-# Connections, a server that stops or starts, one that lacks resources, one that is read-only.
-_AWAY_STATES: Final = ("08", "53", "57P", "25006")
+# OperationalErrors to psycopg that do not pass: program limits (a value that is too long stays too long), a missing
+# savepoint, because the effect has ended the transaction, a missing file, as of an extension, and objects that are not
+# ready: a sequence without a value, a view without data, an enum's value of the same transaction.
+_STAYING: Final = ("54", "3B", "55000", "55P04", "58P01")
 # The server has no disk, memory or connections left. What goes beyond a configured limit (53400) may be the message's.
-_EXHAUSTED: Final = frozenset(("53000", "53100", "53200", "53300"))
+_EXHAUSTED: Final = ("53000", "53100", "53200", "53300")
+# Connections, a server that stops or starts, one that lacks resources, one that is read-only.
+_AWAY_STATES: Final = ("08", *_EXHAUSTED, "57P", "25006")
 
 MOST_STRIKES: Final = 5
 """The most interruptions in a row, while Postgres answers, that are not yet taken for the message's fault."""

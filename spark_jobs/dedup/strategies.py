@@ -41,12 +41,14 @@ INSERT INTO {processed_messages} (grp, day, message_id)
 SELECT %(grp)s, {day}, message_id FROM pg_catalog.unnest(%(ids)s::uuid[]) AS given (message_id)
  ORDER BY {day}, message_id"""
 """SQL: the same with ids that are not in ``batch``."""
-# If messages in one batch have the same id, the one with the lowest offset counts.
+# If messages in one batch have the same id, the one with the lowest offset counts, with all rows that were made of it.
+# Not a join: with one id for all that would be of each row with each other.
 _DROP_REPEATS: Final = """
-DELETE FROM batch AS later USING batch AS first
- WHERE later.message_id = first.message_id
-   AND (later.message_topic, later.message_part, later.message_offset)
-     > (first.message_topic, first.message_part, first.message_offset)"""
+DELETE FROM batch USING (
+    SELECT ctid AS place, pg_catalog.rank() OVER (
+               PARTITION BY message_id ORDER BY message_topic, message_part, message_offset) AS rank
+      FROM batch) AS ranked
+ WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
 REMEMBER_FRESH: Final = """
 WITH fresh AS (
     INSERT INTO {processed_messages} (grp, day, message_id)

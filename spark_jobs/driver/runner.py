@@ -283,7 +283,8 @@ class Runner:
                 if starts:
                     shown = {f"{topic}-{part}": offset for (topic, part), offset in sorted(starts.items())}
                     self._report("the group begins", {"start": self._job.start, "offsets": shown})
-                stored = self._store.stored(self._job.topics)
+                # The others as they were before Kafka was asked: a task that was given up may still move one.
+                stored = {**self._store.stored(self._job.topics), **stored}
             if targets is not None:
                 # A partition added while ``once`` runs is left to the next run; the ends of this one are fixed.
                 stored = {partition: here for partition, here in stored.items() if partition in bounds or fresh}

@@ -371,10 +371,10 @@ def read_rows(
         "timestamp": pa.timestamp("us"),
         "bytea": pa.binary(),
     }
+    # In another zone than UTC, psycopg can't read the first or the last hours that a time may have.
+    more = {"uuid": "::text", "jsonb": "::text", "timestamptz": " AT TIME ZONE 'UTC'"}
     listed = sql.SQL(", ").join(
-        sql.SQL("{}::{}{}").format(
-            sql.Identifier(name), sql.SQL(kind), sql.SQL("::text" if kind in {"uuid", "jsonb"} else "")
-        )
+        sql.SQL("{}::{}{}").format(sql.Identifier(name), sql.SQL(kind), sql.SQL(more.get(kind, "")))
         for name, kind in columns.items()
     )
     rows = cursor.execute(sql.SQL("SELECT {} FROM {} ORDER BY {}").format(listed, source, order)).fetchall()

@@ -84,6 +84,13 @@ class LockMonitor:
 
 
 def _figures(waiting: str, pid: int, application: str, user: str, state: str, seconds: int) -> dict[str, str]:
+    if not pid:
+        # pg_blocking_pids says so of all prepared transactions.
+        return {
+            "waiting": waiting,
+            "blocked_by": "a prepared transaction: SELECT gid, owner, prepared FROM pg_prepared_xacts",
+            "to_end_it": "ROLLBACK PREPARED with its gid, as its owner, if nobody will commit it",
+        }
     about = f"{application}, user {user}, {state}, its transaction is open for {seconds} s"
     end = f"SELECT pg_terminate_backend({pid})"
     return {"waiting": waiting, "blocked_by": f"session {pid} ({about})", "to_end_it": end}

@@ -126,11 +126,12 @@ class _RangeProgress:
         if self.whole:
             return []
         offsets = [message.offset() or 0 for message in messages]
-        if any(there <= here for here, there in zip([self.at - 1, *offsets], offsets, strict=False)):
-            raise InputCut(
-                f"{self.partition[0]}-{self.partition[1]}: Kafka sent offset {min(offsets)} where {self.at} or a later "
-                "one was to come; nothing was committed"
-            )
+        for here, there in zip([self.at - 1, *offsets], offsets, strict=False):
+            if there <= here:
+                raise InputCut(
+                    f"{self.partition[0]}-{self.partition[1]}: Kafka sent offset {there} where {here + 1} or a later "
+                    "one was to come; nothing was committed"
+                )
         if offsets:
             self.reach(next((offset for offset in offsets if offset >= self.end), offsets[-1] + 1))
         if not self._without and (not offsets or offsets[-1] < self.end):

@@ -81,6 +81,7 @@ AT_MOST_ONCE = {"delivery": "at-most-once"}
         ({"topics": "orders"}, "topics"),
         ({"topics": ["a", "a"]}, "topics"),
         ({"topics": ["a b"]}, "topics"),
+        *(({"types": none}, "types: must be a list of event types") for none in ([], (), "Order")),
         ({"effect": " "}, "effect"),
         ({"effect": 5}, "effect"),
         ({"schema": " "}, "schema"),

@@ -154,3 +154,10 @@ def test_the_lock_monitor_keeps_a_session_and_replaces_it(url):
             waiting.join(30)
     assert told == [f"waiting for a lock {driver}"]
     wait_until(lambda: sessions(url, name) == [], what="the session's end")
+
+
+def test_the_lock_monitor_takes_a_prepared_transaction_for_no_session():
+    """pg_blocking_pids says 0, https://www.postgresql.org/docs/current/functions-info.html."""
+    found = blockers._figures("outbox consumer g", 0, "no application_name", "?", "?", 0)
+    assert "pg_prepared_xacts" in found["blocked_by"]
+    assert "pg_terminate_backend" not in found["to_end_it"]

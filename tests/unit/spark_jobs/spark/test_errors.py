@@ -110,6 +110,11 @@ def test_an_error_of_kafka(code, kind):
         (errors.IdleInTransactionSessionTimeout("gone"), Interrupted),
         (errors.TransactionTimeout("gone"), Interrupted),
         (errors.DiskFull("full"), ConsumerUnavailable),
+        (errors.OutOfMemory("no locks left"), ConsumerUnavailable),
+        # As temp_file_limit: a smaller part of the range may stay below it.
+        (errors.ConfigurationLimitExceeded("temporary files"), Interrupted),
+        (errors.ObjectNotInPrerequisiteState("currval"), EffectFailed),
+        (errors.UndefinedFile("no library"), EffectFailed),
         (errors.QueryCanceled("late"), Interrupted),
         (errors.LockNotAvailable("held"), Interrupted),
         (errors.DeadlockDetected("dead"), Interrupted),
