@@ -47,6 +47,11 @@ class AddedPartitions:
         self._last_seen: Mapping[Partition, int] = {}
         self._waiting: set[Partition] = set()
 
+    @property
+    def waiting(self) -> AbstractSet[Partition]:
+        """Return the partitions whose messages wait for others: added ones, and those that are at their limits."""
+        return self._waiting
+
     def ready(
         self,
         new: Sequence[Partition],

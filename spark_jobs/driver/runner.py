@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 import psycopg
@@ -128,13 +129,14 @@ class Runner:
         self._ends: Mapping[Partition, int] = {}
         self._leaderless: set[Partition] = set()
         self._totals = Totals(job.group)
-        self._started = time.monotonic()
+        self._started, self._ended = time.monotonic(), 0.0
         self._patience = Patience(None)
         self._caught_up = caught_up or (lambda _: None)
         self._behind = behind or (lambda *_: None)
 
     def close(self) -> None:
         """Close the driver's session; called at the end of the ``with`` block."""
+        self._ended = time.monotonic()
         if self._generation is not None:
             # Only a hint: without it the next driver is more careful. A run that has given up does not wait for this.
             with suppress(psycopg.Error, NoTimeLeft), self._patience.attempt():
@@ -149,8 +151,8 @@ class Runner:
 
     @property
     def totals(self) -> Totals:
-        self._totals.seconds = time.monotonic() - self._started
-        return self._totals
+        seconds = (self._ended or time.monotonic()) - self._started
+        return replace(self._totals, seconds=seconds)
 
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
@@ -181,7 +183,7 @@ class Runner:
             while not stop.is_set():
                 began = time.monotonic()
                 nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
-                if nothing_left and not self._leaderless and not stop.is_set():
+                if nothing_left and not (self._leaderless or self._added.waiting) and not stop.is_set():
                     self._caught_up(began)
                 if every:
                     self._pause(began + every, stop)
@@ -304,7 +306,7 @@ class Runner:
                 for partition, here in stored.items()
                 if partition in self._leaderless or (partition in known and here.next_offset < known[partition].end)
             }
-            behind |= dict.fromkeys(self._leaderless - stored.keys(), 0)
+            behind |= dict.fromkeys((self._leaderless | self._added.waiting) - stored.keys(), 0)
             self._behind(behind, ranges.keys() | self._leaderless)
         if (ranges or state.retry_waits) and self._start_spark():
             # This came after the look before the take-over.

@@ -24,7 +24,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -383,7 +383,8 @@ class _GarbageCollection:
 _GARBAGE_COLLECTION: Final = _GarbageCollection()
 
 
-_KEPT: dict[tuple[int, str, frozenset[tuple[str, str]]], RangeReader] = {}
+_Name = tuple[int, str, frozenset[tuple[str, str]]]
+_KEPT: dict[_Name, RangeReader] = {}
 
 
 @contextmanager
@@ -391,6 +392,8 @@ def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
     """Yield this process's reader, which stays connected between tasks. For one thread at a time."""
     # The process id, because a fork copies this table but not librdkafka's threads.
     name = (os.getpid(), settings.group, frozenset(settings.options.items()))
+    # In a worker of Spark nobody else does so for a group that has ended.
+    _poll(one for one in list(_KEPT) if one[1] != settings.group)
     reader = _KEPT.pop(name, None) or RangeReader(settings)
     # The patience may have changed since the reader was opened.
     reader.patience_seconds = settings.patience_seconds
@@ -406,7 +409,11 @@ def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
 
 def poll_kept(group: str) -> None:
     """Handle what this process's readers of a group have reported: statistics wait in their clients without limit."""
-    for name in [name for name in list(_KEPT) if name[1] == group]:
+    _poll(name for name in list(_KEPT) if name[1] == group)
+
+
+def _poll(names: Iterable[_Name]) -> None:
+    for name in names:
         if reader := _KEPT.pop(name, None):
             reader.poll()
             if _KEPT.setdefault(name, reader) is not reader:

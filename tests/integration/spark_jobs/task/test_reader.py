@@ -264,6 +264,13 @@ def test_a_process_keeps_one_reader_and_none_that_is_unfinished(full):
         assert last is not third
     with reader.kept(ReaderSettings({"bootstrap.servers": servers}, two)) as another:
         pass
+    polled: list[RangeReader] = []
+    with pytest.MonkeyPatch.context() as watched:
+        watched.setattr(RangeReader, "poll", lambda kept: polled.append(kept))
+        with reader.kept(ReaderSettings({"bootstrap.servers": servers}, two)):
+            pass
+    # What a group has left in this process is not forgotten.
+    assert last in polled
     reader.close_kept(one)
     with reader.kept(ReaderSettings({"bootstrap.servers": servers}, two)) as again:
         assert again is another

@@ -88,6 +88,8 @@ def test_it_waits_for_what_the_others_had_and_still_have(next_offset, now, ready
     stored = {OLD: StoredOffset("id", next_offset)}
     fresh, limits = added.ready([NEW], stored, bounds, {"t": "id"}, 1)
     assert (fresh, OLD in limits) == (([NEW], False) if ready else ([], True))
+    # Until then a driver has not caught up.
+    assert (NEW in added.waiting) is not ready
 
 
 def test_the_others_wait_for_each_other_as_soon_as_there_are_more():
