@@ -95,6 +95,7 @@ def wait_until(
 
 
 _connections: dict[str, psycopg.Connection[Any]] = {}
+_opening = threading.Lock()
 
 
 def look_up(url: str, query: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -109,10 +110,17 @@ def look_up(url: str, query: str, *values: Any) -> list[tuple[Any, ...]]:
             return connection.execute(query, values or None).fetchall()
         except psycopg.OperationalError:
             # Killed, restarted, promoted: only a new connection shows whether it is back.
-            _connections.pop(url).close()
+            connection.close()
     # Without prepared statements: tests change tables under this connection.
-    connection = _connections[url] = psycopg.connect(url, autocommit=True, prepare_threshold=None)
-    return connection.execute(query, values or None).fetchall()
+    connection = psycopg.connect(url, autocommit=True, prepare_threshold=None)
+    with _opening:
+        # Another thread, as that of a handler, may have opened one meanwhile.
+        kept = _connections.get(url)
+        if kept is None or kept.closed:
+            kept = _connections[url] = connection
+    if kept is not connection:
+        connection.close()
+    return kept.execute(query, values or None).fetchall()
 
 
 def close_connections() -> None:
