@@ -28,7 +28,9 @@ _LAST_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The lane's events come from the stream."""
+    """The lane's events come from the stream. If it ``must_leave``, none does until it is in the table."""
+
+    must_leave: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,10 @@ class StreamLane:
     @property
     def streaming(self) -> bool:
         return isinstance(self.state, Streaming)
+
+    @property
+    def must_leave(self) -> bool:
+        return isinstance(self.state, Streaming) and self.state.must_leave
 
     @property
     def key(self) -> dict[str, Any]:

@@ -178,12 +178,11 @@ class StreamSource(Source):
 
         def leave_where_needed(lane: StreamLane, channel: Channel) -> None:
             if lane.streaming and (lane.lease.lane in troubled or self._skipped_by_stream(lane, channel)):
+                lane.state = Streaming(must_leave=True)
+            if lane.must_leave:
                 self._leave_stream(lane, channel)
 
         ready = self._lanes.each(ready, failed, leave_where_needed)
-        if failed.keys() & set(troubled):
-            # Its failures have to be seen again, before the stream gives anything of it.
-            self._looked_at = 0.0
         batches: dict[int, Sequence[Claim]] = {}
         streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
         if streaming:
@@ -304,13 +303,8 @@ class StreamSource(Source):
                 failed[number] = self._lanes.lost(lane)
                 continue
             streaming, commit_lsn, failures, timeline = state
-            lane.state = Streaming() if streaming else InTable()
+            lane.state = Streaming(must_leave=failures or lane.must_leave) if streaming else InTable()
             lane.channel = self._stream.join(number, max(commit_lsn or 0, lane.published_lsn), timeline)
-            if lane.streaming and failures:
-                self._lanes.each([number], failed, self._leave_stream)
-                if number in failed:
-                    # It joins again: until it has left, its events must not come from the stream.
-                    lane.channel = None
         return failed
 
     def _leave_stream(self, lane: StreamLane, channel: Channel) -> None:
