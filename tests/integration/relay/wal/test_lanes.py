@@ -285,11 +285,30 @@ def test_a_locked_lane_that_is_paused_holds_up_no_other_one(outboxed):
     box.streams()
     with psycopg.connect(box.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 0 FOR UPDATE")
-        failed = box.source.pause([0])
+        failed = box.source.pause([0, 1])
         assert {lane: type(error) for lane, error in failed.items()} == {0: LaneLocked}
-        assert box.source._lanes[0].streaming
+        assert [box.source._lanes[lane].streaming for lane in (0, 1)] == [True, False]
     assert box.source.pause([0]) == {}
     assert not box.streaming(0)
+
+
+def test_a_renewal_that_locks_lanes_for_a_moment_does_not_keep_them_from_being_paused(outboxed, monkeypatch):
+    box = outboxed(2)
+    box.relay()
+    box.streams()
+    set_state = StreamLanes.set_state
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes FOR UPDATE")
+
+        def once_locked(self: StreamLanes, *given: Any) -> bool:
+            try:
+                return set_state(self, *given)
+            finally:
+                other.rollback()
+
+        monkeypatch.setattr(StreamLanes, "set_state", once_locked)
+        assert box.source.pause([0, 1]) == {}
+    assert [box.streaming(lane) for lane in (0, 1)] == [False, False]
 
 
 @both
