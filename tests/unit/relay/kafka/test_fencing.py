@@ -105,6 +105,28 @@ def test_an_id_that_can_not_be_fenced_stops_the_lanes_that_name_it_and_no_other(
         takeover.take_over([lease(0, "bad"), lease(1, "bad")])
 
 
+def test_an_id_whose_coordinator_stays_away_takes_little_of_the_time_of_lanes_that_do_not_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each attempt stops them, and they go on in between."""
+    now, stopped_seconds = 1000.0, 0.0
+
+    def fence(_options: Any, _id: str, seconds: float = 10.0) -> None:
+        nonlocal now, stopped_seconds
+        now += seconds
+        stopped_seconds += seconds
+        raise BrokerUnavailable("no answer")
+
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(fencing, "fence", fence)
+    fence_again = fencing.Fencing(OPTIONS)
+    while now < 2000:
+        with pytest.raises(BrokerUnavailable, match="no answer"):
+            fence_again("former.0")
+        now += 1
+    assert 10 < stopped_seconds < 200
+
+
 def test_at_least_once_a_lane_that_needs_no_fence_goes_on_where_another_one_can_not_be_fenced() -> None:
     class Away:
         def take_over(self, leases: Any) -> Any:
