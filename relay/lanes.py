@@ -407,7 +407,8 @@ class Releases:
 
     def release(self, table: LaneTable, let_go: Collection[LetGo]) -> list[int]:
         """Release these lanes, but those that other relays have, and what is left of before. Returns the released."""
-        self.left += [gone for gone in let_go if not gone.lost]
+        # Of two leases of a lane the later one says whether it is clean; the other is over.
+        self.left = list({gone.lease.lane: gone for gone in (*self.left, *let_go) if not gone.lost}.values())
         if not self.left:
             return []
         clean = [gone.lease.lane for gone in self.left if gone.clean]
