@@ -36,7 +36,8 @@ again.
 | another session has locked its own row  | a beat is given up, but not the session; the leases are renewed, and    |
 |                                         | the pauses are read                                                     |
 | another session has locked a lane's row | that lane is not renewed, the others are; its lease may run out         |
-| the same when it is released            | the others are released; that one is tried again until its lease ends   |
+| the same when it is released            | the others are released; that one is tried again until its lease ends,  |
+|                                         | and after a stop it is as if the relay had been killed                  |
 | killed after taking a lane              | the row still names the former transactional.id, to be fenced next      |
 | a lane is paused while it is taken      | the taking statement reads the pauses; see pauses.py                    |
 """
@@ -407,7 +408,8 @@ class Releases:
 
     def release(self, table: LaneTable, let_go: Collection[LetGo]) -> list[int]:
         """Release these lanes, but those that other relays have, and what is left of before. Returns the released."""
-        self.left += [gone for gone in let_go if not gone.lost]
+        # Of two leases of a lane the later one says whether it is clean; the other is over.
+        self.left = list({gone.lease.lane: gone for gone in (*self.left, *let_go) if not gone.lost}.values())
         if not self.left:
             return []
         clean = [gone.lease.lane for gone in self.left if gone.clean]

@@ -40,8 +40,8 @@ def pause(
 ) -> None:
     """Stop publishing these lanes or topics, or everything, until `outbox relay resume`. No event is lost.
 
-    With --wait, nothing more is published once the command ends. Exit status 1 if a running relay does not confirm in
-    time; the pause stays.
+    With --wait, nothing more is published once the command ends. Exit status 1 if a relay does not confirm in time;
+    the pause stays.
     """
     from relay.operations import pauses
 

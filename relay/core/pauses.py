@@ -66,7 +66,7 @@ def scopes_of(lanes: Sequence[int], topics: Sequence[str]) -> list[Scope]:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """One pause. ``unconfirmed`` are the running relays that do not obey it yet."""
+    """One pause. ``unconfirmed`` are the relays that run, or hold lanes, and do not obey it yet."""
 
     number: int
     scope: Scope

@@ -170,7 +170,7 @@ class IdBusy(BrokerUnavailable):
 
 
 class NotFenced(BrokerUnavailable):
-    """A former publisher of all lanes that were to join can't be fenced. Nothing was done with them.
+    """Former publishers of all lanes that were to join can't be fenced. Nothing was done with them.
 
     Lanes that have joined go on: the publisher is as good as before.
     """

@@ -19,8 +19,12 @@ BUSY_SECONDS: Final = 2.0
 
 # A busy id is usually free within milliseconds. A client asks again only half a second later, a new one at once.
 _FIRST_AGAIN_SECONDS: Final = 0.1
-_AGAIN_SECONDS: Final = 10.0
 _CONNECT_SECONDS: Final = 0.5
+
+_FENCE_SECONDS: Final = 10.0
+# For an id that could not be fenced, and how long after that. Each attempt holds up the lanes that do not need it.
+_LATER_SECONDS: Final = 3.0
+_AGAIN_SECONDS: Final = 20.0
 
 _FORBIDDEN: Final = frozenset(
     {KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
@@ -28,7 +32,10 @@ _FORBIDDEN: Final = frozenset(
 
 
 def fence(
-    options: Mapping[str, Any], transactional_id: str, seconds: float = 10.0, busy_seconds: float = BUSY_SECONDS
+    options: Mapping[str, Any],
+    transactional_id: str,
+    seconds: float = _FENCE_SECONDS,
+    busy_seconds: float = BUSY_SECONDS,
 ) -> None:
     """End the open transaction of a transactional.id, and fence every earlier producer with that id.
 
@@ -75,7 +82,7 @@ class Fencing:
             raise known[0](known[1])
         try:
             with accepted_before():
-                fence(self._options, transactional_id)
+                fence(self._options, transactional_id, _FENCE_SECONDS if known is None else _LATER_SECONDS)
         except BrokerUnavailable as error:
             # Not the exception: its traceback would keep the producer, and those of the times before.
             self._failed[transactional_id] = type(error), str(error), time.monotonic() + _AGAIN_SECONDS

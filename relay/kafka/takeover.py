@@ -154,8 +154,7 @@ class Takeover:
     def _fence_former(self, leases: Sequence[Lease], seen: Mapping[int, Marker | None]) -> dict[int, OutboxError]:
         """Fence each id once. Returns the lanes with an id that could not be fenced.
 
-        Raises NotFenced if all lanes depend on one that could not be, and is not only busy: then the brokers may be
-        unavailable.
+        Raises NotFenced if those are all lanes, and no id is only busy: then the brokers may be unavailable.
         """
         ids: dict[str, list[int]] = {}
         for lease in leases:
@@ -169,10 +168,10 @@ class Takeover:
             try:
                 self._fence(each)
             except Unavailable as error:
-                if len(lanes) == len(leases) and not isinstance(error, IdBusy):
-                    raise NotFenced(str(error)) from error
                 # Without the traceback, which would keep the producer: its threads and connections last as long as it.
                 failed |= dict.fromkeys(lanes, type(error)(str(error)))
+        if failed and len(failed) == len(leases) and not any(isinstance(error, IdBusy) for error in failed.values()):
+            raise NotFenced("; ".join(dict.fromkeys(map(str, failed.values()))))
         return failed
 
 

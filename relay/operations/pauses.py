@@ -95,9 +95,9 @@ def resume(
 def unconfirmed(
     connection: psycopg.Connection[Any], schema: str, changes: Collection[PauseChange], seconds: float
 ) -> list[str]:
-    """Wait until every running relay obeys these scopes' pauses. Returns the relays that do not after ``seconds``.
+    """Wait until every relay that runs, or holds lanes, obeys these scopes' pauses.
 
-    Relays that are not running obey from their first turn.
+    Returns those that do not after ``seconds``. All others obey from their first turn.
     """
     deadline = time.monotonic() + seconds
     numbers = {change.paused.number for change in changes if change.paused is not None}

@@ -16,7 +16,7 @@ from psycopg.rows import tuple_row
 
 from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
-from relay.core.ports import Claim, WalPosition
+from relay.core.ports import Claim, LaneLost, WalPosition
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.settlement import lanes_text
@@ -80,16 +80,17 @@ class StreamReader:
 
             left = [number for number in announced if number not in lost]
             looked = self._look_again(left, announced, rows, cuts)
-
-            def fill(lane: StreamLane, _channel: Channel) -> None:
-                number = lane.lease.lane
+            for number in left:
+                lane = self._lanes[number]
                 found = rows.get(number, {})
-                lane.batch = self._filled(lane, announced[number], found, cuts.get(number), looked)
+                try:
+                    lane.batch = self._filled(lane, announced[number], found, cuts.get(number), looked)
+                except LaneLost as error:
+                    failed[number] = error
+                    continue
                 self._note_size(lane, len(announced[number]))
                 if lane.batch:
                     batches[number] = lane.batch
-
-            self._lanes.each(left, failed, fill)
             for number in lost.keys() & announced.keys():
                 # For example, the lane's row is locked. The announced events come again.
                 self._channel(number).put_back(announced[number])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from psycopg import sql
 
 from outbox.errors import OutboxError
-from relay.core.lease import Lease
+from relay.core.lease import LOCKED_SECONDS, Lease
 from relay.core.ports import Claim, LaneLocked, LaneLost
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
@@ -28,7 +28,9 @@ _LAST_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The lane's events come from the stream."""
+    """The lane's events come from the stream. If it ``must_leave``, none does until it is in the table."""
+
+    must_leave: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,10 @@ class StreamLane:
     @property
     def streaming(self) -> bool:
         return isinstance(self.state, Streaming)
+
+    @property
+    def must_leave(self) -> bool:
+        return isinstance(self.state, Streaming) and self.state.must_leave
 
     @property
     def key(self) -> dict[str, Any]:
@@ -140,14 +146,26 @@ class StreamLanes(dict[int, StreamLane]):
             self.set_state(lanes, Streaming(), self.queries.set_unlocked)
             failpoint("stream.entered")
 
-    def leave_stream(self, lane: StreamLane) -> None:
-        """Switch the lane to the table, durably. Raises LaneLocked, instead of waiting for a lock, or LaneLost."""
-        if not self.set_state([lane], InTable(), self.queries.set_unlocked):
-            number, settlement = lane.lease.lane, self.table.settlement
-            with unavailable_on_error(f"looking at lane {number}"):
-                held = self.table.connection.execute(*settlement.still_held([number])).fetchall()
-                raise settlement.lost_of([number], held).get(number) or LaneLocked(number)
-        failpoint("stream.left")
+    def leave_stream(self, lanes: Sequence[StreamLane]) -> dict[int, OutboxError]:
+        """Switch these lanes to the table, durably. Returns lost ones, and those that stay locked for a moment."""
+        if not lanes:
+            return {}
+        left = lanes
+        for seconds in (0.0, *LOCKED_SECONDS):
+            time.sleep(seconds)
+            self.set_state(left, InTable(), self.queries.set_unlocked)
+            left = [lane for lane in left if lane.streaming]
+            if not left:
+                break
+        if len(left) < len(lanes):
+            failpoint("stream.left")
+        if not left:
+            return {}
+        numbers, settlement = [lane.lease.lane for lane in left], self.table.settlement
+        with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
+            held = self.table.connection.execute(*settlement.still_held(numbers)).fetchall()
+            lost = settlement.lost_of(numbers, held)
+        return {number: lost.get(number) or LaneLocked(number) for number in numbers}
 
     def set_state(self, lanes: Sequence[StreamLane], state: Streaming | InTable, query: sql.Composed) -> bool:
         """Record the lanes' state. Returns whether that of all."""
@@ -161,19 +179,3 @@ class StreamLanes(dict[int, StreamLane]):
 
     def lost(self, lane: StreamLane) -> LaneLost:
         return self.table.settlement.lost(lane.lease.lane)
-
-    def each(
-        self,
-        numbers: Collection[int],
-        failed: dict[int, OutboxError],
-        step: Callable[[StreamLane, Channel], None],
-    ) -> list[int]:
-        """Call ``step`` with each of these lanes, adding lost and locked ones to ``failed``. Returns the others."""
-        for number in numbers:
-            lane = self[number]
-            assert lane.channel is not None
-            try:
-                step(lane, lane.channel)
-            except (LaneLost, LaneLocked) as error:
-                failed[number] = error
-        return [number for number in numbers if number not in failed]

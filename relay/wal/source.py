@@ -38,7 +38,6 @@ from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import lease_values
-from relay.wal.channel import Channel
 from relay.wal.from_stream import StreamReader
 from relay.wal.from_table import TableReader
 from relay.wal.lane import CatchingUp, InTable, Streaming, StreamLane, StreamLanes
@@ -106,7 +105,8 @@ class StreamSource(Source):
             return failed
         try:
             failed = self._join([lane for lane in lanes if self._lanes[lane].channel is None])
-            left = self._lanes.each([lane for lane in lanes if lane not in failed], failed, self._leave_to_table)
+            self._leave_to_table([lane for lane in lanes if lane not in failed], failed)
+            left = [lane for lane in lanes if lane not in failed]
             self._table_reader.drop([channel for lane in left if (channel := self._lanes[lane].channel) is not None])
             self._lanes.delays.await_visibility()
             self._table_reader.leave_absent(left)
@@ -175,15 +175,11 @@ class StreamSource(Source):
         if not known:
             self._log_absent_lanes()
         troubled = self._troubled([number for number in ready if self._lanes[number].streaming])
-
-        def leave_where_needed(lane: StreamLane, channel: Channel) -> None:
-            if lane.streaming and (lane.lease.lane in troubled or self._skipped_by_stream(lane, channel)):
-                self._leave_stream(lane, channel)
-
-        ready = self._lanes.each(ready, failed, leave_where_needed)
-        if failed.keys() & set(troubled):
-            # Its failures have to be seen again, before the stream gives anything of it.
-            self._looked_at = 0.0
+        for lane in map(self._lanes.__getitem__, ready):
+            if lane.streaming and (lane.lease.lane in troubled or self._skipped_by_stream(lane)):
+                lane.state = Streaming(must_leave=True)
+        self._leave_stream([number for number in ready if self._lanes[number].must_leave], failed)
+        ready = [number for number in ready if number not in failed]
         batches: dict[int, Sequence[Claim]] = {}
         streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
         if streaming:
@@ -218,7 +214,7 @@ class StreamSource(Source):
         self._looked_at = now
         return self._table.reader.look_for_failures(numbers)
 
-    def _skipped_by_stream(self, lane: StreamLane, channel: Channel) -> bool:
+    def _skipped_by_stream(self, lane: StreamLane) -> bool:
         """Return whether the stream has skipped an event of the table, which should never happen.
 
         Without this check, such an event would wait for ever, unnoticed.
@@ -227,13 +223,15 @@ class StreamSource(Source):
         if now - lane.swept_at < _SWEEP_SECONDS:
             return False
         lane.swept_at = now
-        settled = lane.orphan is not None and channel.session.confirmed_up_to(lane.orphan[1])
+        assert lane.channel is not None
+        session = lane.channel.session
+        settled = lane.orphan is not None and session.confirmed_up_to(lane.orphan[1])
         lowest, lsn = self._lanes.ask(lane, self._queries.lowest)
         if lowest is None:
             lane.orphan = None
         elif lane.orphan is None or lane.orphan[0] != lowest:
             lane.orphan = lowest, lsn
-            channel.session.confirmed_up_to(lsn)
+            session.confirmed_up_to(lsn)
         elif settled:
             log.error("the stream has skipped an event; the table is read", lane=lane.lease.lane, id=lowest)
             lane.orphan = None
@@ -304,34 +302,39 @@ class StreamSource(Source):
                 failed[number] = self._lanes.lost(lane)
                 continue
             streaming, commit_lsn, failures, timeline = state
-            lane.state = Streaming() if streaming else InTable()
+            lane.state = Streaming(must_leave=failures or lane.must_leave) if streaming else InTable()
             lane.channel = self._stream.join(number, max(commit_lsn or 0, lane.published_lsn), timeline)
-            if lane.streaming and failures:
-                self._lanes.each([number], failed, self._leave_stream)
-                if number in failed:
-                    # It joins again: until it has left, its events must not come from the stream.
-                    lane.channel = None
         return failed
 
-    def _leave_stream(self, lane: StreamLane, channel: Channel) -> None:
-        for error in self._table.flush([lane.lease.lane]).values():
-            raise error
-        self._lanes.leave_stream(lane)
-        channel.rewind()
-        self._table.reader.read_all_again(lane.lease.lane)
+    def _leave_stream(self, numbers: Collection[int], failed: dict[int, OutboxError]) -> None:
+        """Move these lanes to the table, in a few statements for all of them; adds those that can't be moved."""
+        if not numbers:
+            return
+        failed |= self._table.flush(numbers)
+        lanes = [self._lanes[number] for number in numbers if number not in failed]
+        failed |= self._lanes.leave_stream(lanes)
+        for lane in lanes:
+            if not lane.streaming:
+                assert lane.channel is not None
+                lane.channel.rewind()
+                self._table.reader.read_all_again(lane.lease.lane)
 
-    def _leave_to_table(self, lane: StreamLane, channel: Channel) -> None:
-        """Keep a paused lane's events in the table."""
-        match lane.state:
-            case Streaming():
-                self._leave_stream(lane, channel)
-            case CatchingUp():
-                # What was kept for it is dropped as well: its rows are still in the table.
-                lane.state = InTable()
-            case InTable():
-                pass
-            case _:
-                assert_never(lane.state)
+    def _leave_to_table(self, numbers: Collection[int], failed: dict[int, OutboxError]) -> None:
+        """Keep paused lanes' events in the table; adds lanes for which that fails."""
+        streaming: list[int] = []
+        for number in numbers:
+            lane = self._lanes[number]
+            match lane.state:
+                case Streaming():
+                    streaming.append(number)
+                case CatchingUp():
+                    # What was kept for it is dropped as well: its rows are still in the table.
+                    lane.state = InTable()
+                case InTable():
+                    pass
+                case _:
+                    assert_never(lane.state)
+        self._leave_stream(streaming, failed)
 
     def _note_adopted(self, number: int, marker: Marker | None) -> None:
         lane = self._lanes[number]

@@ -9,7 +9,8 @@ from polling_support import clock_back, table, taken
 
 from outbox import SchemaError
 from outbox._clients.clock import uptime
-from relay.lanes import LaneTable, next_step
+from relay.core.lease import LetGo
+from relay.lanes import LaneTable, Releases, next_step
 from relay.operations.holding import release_lane
 
 
@@ -77,6 +78,21 @@ def test_a_locked_lane_does_not_keep_the_others_from_being_released(outbox_postg
     # Only that one is still ours.
     assert mine.release(leases) == []
     assert [lease.lane for lease in other.acquire(4)] == [2]
+
+
+def test_a_lane_that_was_taken_again_is_not_released_as_clean_as_before(outbox_postgres):
+    """Its lease ran out while its row was locked. From the new one a transaction may be open."""
+    mine, releases = table(outbox_postgres, "me"), Releases()
+    former = mine.acquire(4)[2]
+    with outbox_postgres.connect() as locking, outbox_postgres.connect(autocommit=True) as admin:
+        locking.execute("SELECT 1 FROM outbox.lanes WHERE lane = 2 FOR UPDATE")
+        assert releases.release(mine, [LetGo(former, clean=True)]) == []
+        locking.rollback()
+        admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity', transactional_id = 'id' WHERE lane = 2")
+        again = taken(mine)
+        releases.release(mine, [LetGo(again, clean=False)])
+        found = admin.execute("SELECT owner, transactional_id FROM outbox.lanes WHERE lane = 2").fetchall()
+    assert found == [(None, "id")]
 
 
 def test_a_lease_runs_out_by_the_databases_clock_and_its_epoch_ends(outbox_postgres):

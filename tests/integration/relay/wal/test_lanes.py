@@ -18,6 +18,7 @@ from relay.wal import session
 from relay.wal import source as wal_source
 from relay.wal.lane import CatchingUp, StreamLane, StreamLanes
 from relay.wal.lane_hash import lane_of
+from relay.wal.source import StreamSource
 
 __all__ = ["outboxed"]
 
@@ -241,7 +242,10 @@ def test_a_locked_lane_does_not_keep_the_others_from_the_stream(outboxed):
     box.nothing_left()
 
 
-def test_a_locked_lane_that_has_to_leave_the_stream_holds_up_no_other_one(outboxed, monkeypatch):
+@pytest.mark.parametrize("why", ["a failure", "a skipped event"])
+def test_a_locked_lane_that_has_to_leave_the_stream_is_not_read_from_it_and_holds_up_no_other_one(
+    outboxed, monkeypatch, why
+):
     monkeypatch.setattr(wal_source, "_LOOK_SECONDS", 0.0)
     box = outboxed(2)
     slow, quick = keys_of_lanes()
@@ -249,12 +253,23 @@ def test_a_locked_lane_that_has_to_leave_the_stream_holds_up_no_other_one(outbox
     box.streams()
     with psycopg.connect(box.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 0 FOR UPDATE")
-        box.admin.execute(A_FAILURE_OF_LANE_0, (slow,))
+        if why == "a failure":
+            box.admin.execute(A_FAILURE_OF_LANE_0, (slow,))
+        else:
+            monkeypatch.setattr(
+                StreamSource,
+                "_skipped_by_stream",
+                lambda _, lane, *__: lane.lease.lane == 0 and not box.seen.errors,
+            )
+        box.until(lambda: box.seen.errors, "the lock")
+        # The next look, and the next sweep, are later.
+        monkeypatch.setattr(wal_source, "_LOOK_SECONDS", 600.0)
+        box.turn(1)
         box.add(f"{slow}1", f"{quick}1")
-        box.until(lambda: box.seen.errors and box.kafka.names(quick), "the other lane's event")
+        box.until(lambda: box.kafka.names(quick), "the other lane's event")
         box.turns(3)
         assert {(tuple(lanes), type(error)) for lanes, error in box.seen.errors} == {((0,), LaneLocked)}
-        # Its key waits for the failure.
+        # Its key may wait for an earlier event.
         assert box.kafka.names(slow) == []
     box.until(lambda: not box.streaming(0), "the lane to be in the table")
     box.admin.execute("DELETE FROM outbox.failures")
@@ -270,11 +285,30 @@ def test_a_locked_lane_that_is_paused_holds_up_no_other_one(outboxed):
     box.streams()
     with psycopg.connect(box.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 0 FOR UPDATE")
-        failed = box.source.pause([0])
+        failed = box.source.pause([0, 1])
         assert {lane: type(error) for lane, error in failed.items()} == {0: LaneLocked}
-        assert box.source._lanes[0].streaming
+        assert [box.source._lanes[lane].streaming for lane in (0, 1)] == [True, False]
     assert box.source.pause([0]) == {}
     assert not box.streaming(0)
+
+
+def test_a_renewal_that_locks_lanes_for_a_moment_does_not_keep_them_from_being_paused(outboxed, monkeypatch):
+    box = outboxed(2)
+    box.relay()
+    box.streams()
+    set_state = StreamLanes.set_state
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes FOR UPDATE")
+
+        def once_locked(self: StreamLanes, *given: Any) -> bool:
+            try:
+                return set_state(self, *given)
+            finally:
+                other.rollback()
+
+        monkeypatch.setattr(StreamLanes, "set_state", once_locked)
+        assert box.source.pause([0, 1]) == {}
+    assert [box.streaming(lane) for lane in (0, 1)] == [False, False]
 
 
 @both

@@ -101,8 +101,44 @@ def test_an_id_that_can_not_be_fenced_stops_the_lanes_that_name_it_and_no_other(
     assert sorted(taken.markers) == [1, 2]
     assert asked == ["bad.0", "good.0", "good.1"]
     assert takeover.take_over([lease(0, "bad"), lease(2, None)]).failed.keys() == {0}
-    with pytest.raises(NotFenced, match=r"bad\.0"):
-        takeover.take_over([lease(0, "bad"), lease(1, "bad")])
+    for other, text in (("bad", r"^bad\.0 may not be used$"), ("bad too", r"^bad\.0 .*; bad too\.0 may not be used$")):
+        with pytest.raises(NotFenced, match=text):
+            takeover.take_over([lease(0, "bad"), lease(1, other)])
+
+
+def test_lanes_of_two_former_workers_of_whom_one_is_only_busy_are_retried_alone() -> None:
+    """The brokers answer."""
+
+    def fence(each: str) -> None:
+        raise (IdBusy if each.startswith("busy") else BrokerUnavailable)(each)
+
+    store: Any = Store()
+    state: Any = State()
+    leases = [Lease(lane, 1, 60.0, 1e18, id_, 1, "me") for lane, id_ in enumerate(["bad", "busy"])]
+    failed = Takeover(store, state, fence, "own").take_over(leases).failed
+    assert {lane: type(error) for lane, error in failed.items()} == {0: BrokerUnavailable, 1: IdBusy}
+
+
+def test_an_id_whose_coordinator_stays_away_takes_little_of_the_time_of_lanes_that_do_not_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each attempt stops them, and they go on in between."""
+    now, stopped_seconds = 1000.0, 0.0
+
+    def fence(_options: Any, _id: str, seconds: float = 10.0) -> None:
+        nonlocal now, stopped_seconds
+        now += seconds
+        stopped_seconds += seconds
+        raise BrokerUnavailable("no answer")
+
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(fencing, "fence", fence)
+    fence_again = fencing.Fencing(OPTIONS)
+    while now < 2000:
+        with pytest.raises(BrokerUnavailable, match="no answer"):
+            fence_again("former.0")
+        now += 1
+    assert 10 < stopped_seconds < 200
 
 
 def test_at_least_once_a_lane_that_needs_no_fence_goes_on_where_another_one_can_not_be_fenced() -> None:

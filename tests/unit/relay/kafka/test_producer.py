@@ -305,7 +305,7 @@ def test_an_id_that_can_not_be_fenced_is_not_asked_for_again_at_once(monkeypatch
     clock = [0.0]
     asked: list[str] = []
 
-    def ask(_options: Mapping[str, Any], each: str) -> None:
+    def ask(_options: Mapping[str, Any], each: str, _seconds: float) -> None:
         asked.append(each)
         if each == "busy":
             raise error
@@ -313,7 +313,7 @@ def test_an_id_that_can_not_be_fenced_is_not_asked_for_again_at_once(monkeypatch
     monkeypatch.setattr(fencing, "fence", ask)
     monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     fence = fencing.Fencing(OPTIONS)
-    for now in (0.0, 3.0, 9.9, 10.1):
+    for now in (0.0, 3.0, 19.9, 20.1):
         clock[0] = now
         with pytest.raises(type(error), match="can't be ended yet"):
             fence("busy")
