@@ -5,7 +5,8 @@ partition go to the default one: publishing does not depend on maintenance. Crea
 rights of the tables' owner; a relay without them logs a warning once a day when something is due, and `outbox db prune`
 can do it from cron instead. Partitions created by hand (for a month, say) are kept as long as any of their days, and no
 others are created for those days. Nor is one created for a day of which the default partition has many rows: moving
-them would keep relays from archiving.
+them would keep relays from archiving. For the same reason a relay gives up where the default partition takes long to
+read, and tries again an hour later; `outbox db prune` takes the time that it needs.
 
 Old rows of the default partition are deleted in steps (``outbox._clients.blocks``); what an error leaves of them goes
 at the next run.
@@ -19,6 +20,8 @@ or that fewer days are kept than before. An operator can tell these apart, and r
 from __future__ import annotations
 
 import datetime as dt
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -71,6 +74,11 @@ WITH moved AS (DELETE FROM {default} WHERE published_at >= {start} AND published
 INSERT INTO {partition} SELECT * FROM moved""",
     "ALTER TABLE {parent} ATTACH PARTITION {partition} FOR VALUES FROM ({start}) TO ({end})",
 )
+
+_LIMIT: Final = "SET LOCAL statement_timeout = '500ms'"
+"""Postgres may read all of the default partition to move its rows, and again to attach the new one. Relays wait for the
+lock and for both."""
+_REST_SECONDS: Final = 3600.0
 
 _READABLE: Final = "SELECT has_table_privilege({default}, 'SELECT')"
 
@@ -136,6 +144,7 @@ class Retention:
         self._default = sql.Identifier(schema, "published_default")
         self._lock = f"outbox archive {schema}"
         self._warned_on: dt.date | None = None
+        self._create_after = -math.inf
 
     def keep(self) -> None:
         """Do the work that is due, in one relay only. Raises Unavailable when Postgres can't be reached."""
@@ -192,6 +201,8 @@ class Retention:
             if not locked:
                 return None
             plan = self._plan(connection)
+        if lock == _TRY_LOCK and time.monotonic() < self._create_after:
+            plan = replace(plan, create=[])
         if plan.stray_rows and (force or not plan.held_back):
             plan = replace(plan, stray_rows=self._delete_stray(connection, lock, plan.oldest))
         return self._change(connection, lock, plan, force=force)
@@ -223,10 +234,12 @@ class Retention:
             for day in plan.create:
                 with self._step(connection, lock) as locked:
                     if locked and not _covered(day, self._ranges(connection)):
-                        self._create(connection, day)
+                        self._create(connection, day, limited=lock == _TRY_LOCK)
                         created.append(day)
         except _IN_THE_WAY as error:
             failures.append(error)
+            if isinstance(error, errors.QueryCanceled):
+                self._create_after = time.monotonic() + _REST_SECONDS
         done = replace(plan, create=created, drop=dropped if may_drop else plan.drop)
         return replace(done, failure=failures[0]) if failures else done
 
@@ -237,7 +250,7 @@ class Retention:
             ((locked,),) = connection.execute(lock, (self._lock,)).fetchall()
             # Creating and dropping take locks that block every archiving relay, also while they wait behind a dump:
             # give up before a relay does, which waits a tenth of its lease.
-            connection.execute("SET LOCAL lock_timeout = '500ms'")
+            connection.execute("SET LOCAL lock_timeout = '400ms'")
             connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
             yield locked
 
@@ -283,10 +296,10 @@ class Retention:
         parent = sql.Literal(self._parent.as_string(connection))
         return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
-    def _create(self, connection: psycopg.Connection[Any], day: dt.date) -> None:
-        # Postgres may read all of the default partition for it, and relays wait meanwhile.
-        connection.execute("SET LOCAL statement_timeout = '2s'")
+    def _create(self, connection: psycopg.Connection[Any], day: dt.date, *, limited: bool) -> None:
         connection.execute(sql.SQL(_HOLD_BACK).format(parent=self._parent))
+        if limited:
+            connection.execute(_LIMIT)
         names = {
             "partition": sql.Identifier(self._schema, f"published_{day:%Y_%m_%d}"),
             "parent": self._parent,
