@@ -58,6 +58,15 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::timest
          WHERE i.inhparent = {parent}::regclass) AS parts
  WHERE bounds <> 'DEFAULT' ORDER BY 2, 1"""
 
+# Partitions that Postgres does not drop, as a view or a function depends on them.
+_NEEDED: Final = """
+SELECT c.relname
+  FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+ WHERE i.inhparent = {parent}::regclass AND EXISTS (
+       SELECT FROM pg_depend d LEFT JOIN pg_rewrite r ON d.classid = 'pg_rewrite'::regclass AND r.oid = d.objid
+        WHERE d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid AND d.deptype = 'n'
+          AND (r.ev_class <> c.oid OR d.classid = 'pg_proc'::regclass))"""
+
 Ranges = list[tuple[str, dt.datetime | None, dt.datetime | None]]
 
 _TODAY: Final = "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date"
@@ -88,20 +97,18 @@ SELECT (published_at AT TIME ZONE 'UTC')::date, count(*) FROM {default} WHERE pu
 _DELETE_STRAY: Final = "DELETE FROM {default} WHERE {in_step} AND published_at < {before}"
 
 
-# Missing rights, a table with that name, a lock that others hold, a default partition that takes long to read.
-_IN_THE_WAY: Final = (
-    psycopg.ProgrammingError,
-    psycopg.IntegrityError,
-    errors.LockNotAvailable,
-    errors.QueryCanceled,
-)
+# Missing rights, a table with that name, a lock that others hold.
+_IN_THE_WAY: Final = (psycopg.ProgrammingError, psycopg.IntegrityError, errors.LockNotAvailable)
+# Of one step: also rows that take long to read.
+_GIVEN_UP: Final = (*_IN_THE_WAY, errors.QueryCanceled)
 
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
     """The work that is due: days to create a partition for, partitions to drop, and old rows in the default partition.
 
-    ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days``: how many days ago the oldest due data expired.
+    ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days``: how many days ago the oldest due data expired,
+    apart from partitions that can't be dropped, as something depends on them.
     Once it is done, it is what this process has done, and ``failure`` is the first error of the rest.
     """
 
@@ -133,6 +140,15 @@ def overdue(plan: PrunePlan) -> OperationRefused:
     )
 
 
+def raise_failure(plan: PrunePlan) -> None:
+    """Raise SchemaError or Unavailable for what was not done."""
+    if isinstance(plan.failure, errors.DependentObjectsStillExist):
+        raise SchemaError(f"Postgres, keeping the archive: {first_line(plan.failure)}; drop what depends on it")
+    if plan.failure is not None:
+        with unavailable_on_error("keeping the archive"):
+            raise plan.failure
+
+
 class Retention:
     """Maintains one outbox's archive. ``days`` is the number of whole days that are kept besides today."""
 
@@ -159,7 +175,9 @@ class Retention:
         if failure is not None and first_today:
             # Publishing goes on in any case.
             log.warning(
-                "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
+                "an old partition of the archive is not dropped; drop what depends on it"
+                if isinstance(failure, errors.DependentObjectsStillExist)
+                else "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
                 "Run `outbox db prune` as the tables' owner",
                 error=first_line(failure),
             )
@@ -175,8 +193,7 @@ class Retention:
             log.info("archive kept", created=[str(day) for day in done.create], dropped=list(done.drop))
 
     def prune(self, *, dry_run: bool, force: bool = False) -> PrunePlan:
-        """Do the work that is due, or with ``dry_run`` only return it. Raises SchemaError without the owner's rights,
-        and where a view or the like depends on a partition.
+        """Do the work that is due, or with ``dry_run`` only return it; see ``raise_failure``.
 
         Without ``force``, raises OperationRefused when the due data expired too long ago; the coming days'
         partitions are still created.
@@ -187,11 +204,8 @@ class Retention:
                     return self._plan(connection)
             plan = self._do(connection, _WAIT_FOR_LOCK, force=force)
             assert plan is not None
-            if isinstance(plan.failure, errors.DependentObjectsStillExist):
-                raise SchemaError(f"Postgres, keeping the archive: {first_line(plan.failure)}; drop what depends on it")
-            if plan.failure is not None:
-                raise plan.failure
         if plan.held_back and not force:
+            raise_failure(plan)
             raise overdue(plan)
         return plan
 
@@ -203,9 +217,12 @@ class Retention:
             plan = self._plan(connection)
         if lock == _TRY_LOCK and time.monotonic() < self._create_after:
             plan = replace(plan, create=[])
+        failure = None
         if plan.stray_rows and (force or not plan.held_back):
-            plan = replace(plan, stray_rows=self._delete_stray(connection, lock, plan.oldest))
-        return self._change(connection, lock, plan, force=force)
+            deleted, failure = self._delete_stray(connection, lock, plan.oldest)
+            plan = replace(plan, stray_rows=deleted)
+        done = self._change(connection, lock, plan, force=force)
+        return done if failure is None else replace(done, failure=failure)
 
     def _change(
         self, connection: psycopg.Connection[Any], lock: LiteralString, plan: PrunePlan, *, force: bool
@@ -227,7 +244,7 @@ class Retention:
                         dropped.append(name)
             except errors.DependentObjectsStillExist as error:
                 failures.append(error)
-            except _IN_THE_WAY as error:
+            except _GIVEN_UP as error:
                 failures.append(error)
                 break
         try:
@@ -236,7 +253,7 @@ class Retention:
                     if locked and not _covered(day, self._ranges(connection)):
                         self._create(connection, day, limited=lock == _TRY_LOCK)
                         created.append(day)
-        except _IN_THE_WAY as error:
+        except _GIVEN_UP as error:
             failures.append(error)
             if isinstance(error, errors.QueryCanceled):
                 self._create_after = time.monotonic() + _REST_SECONDS
@@ -254,16 +271,25 @@ class Retention:
             connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
             yield locked
 
-    def _delete_stray(self, connection: psycopg.Connection[Any], lock: LiteralString, oldest: dt.date) -> int:
-        """Delete rows that no partition had, and return how many. Before the changes, as relays wait for these."""
+    def _delete_stray(
+        self, connection: psycopg.Connection[Any], lock: LiteralString, oldest: dt.date
+    ) -> tuple[int, psycopg.Error | None]:
+        """Delete rows that no partition had. Return how many, and the error that ended it.
+
+        Before the changes, as relays wait for these.
+        """
         deleted, before = 0, sql.Literal(_midnight(oldest))
-        for in_step in blocks.steps(connection, self._default):
-            with self._step(connection, lock) as locked:
-                if not locked:
-                    break
-                step = sql.SQL(_DELETE_STRAY).format(default=self._default, in_step=in_step, before=before)
-                deleted += connection.execute(step).rowcount
-        return deleted
+        try:
+            for in_step in blocks.steps(connection, self._default):
+                with self._step(connection, lock) as locked:
+                    if not locked:
+                        break
+                    step = sql.SQL(_DELETE_STRAY).format(default=self._default, in_step=in_step, before=before)
+                    rows = connection.execute(step).rowcount
+                deleted += rows
+        except _GIVEN_UP as error:
+            return deleted, error
+        return deleted, None
 
     def _plan(self, connection: psycopg.Connection[Any]) -> PrunePlan:
         ((today,),) = connection.execute(_TODAY).fetchall()
@@ -271,6 +297,8 @@ class Retention:
         end = today + dt.timedelta(days=_AHEAD + 1)
         default = sql.Literal(self._default.as_string(connection))
         ranges = self._ranges(connection)
+        parent = sql.Literal(self._parent.as_string(connection))
+        needed = {name for (name,) in connection.execute(sql.SQL(_NEEDED).format(parent=parent))}
         ((readable,),) = connection.execute(sql.SQL(_READABLE).format(default=default)).fetchall()
         rows: dict[dt.date, int] = {}
         # Without the right to read them there is none to delete or move them either.
@@ -279,7 +307,7 @@ class Retention:
             rows = dict(connection.execute(query).fetchall())
         stray = [day for day in rows if day < oldest]
         old = [(name, high.astimezone(dt.UTC).date()) for name, _, high in ranges if high and high <= _midnight(oldest)]
-        due = [day for _, day in old] + [day + dt.timedelta(days=1) for day in stray]
+        due = [day for name, day in old if name not in needed] + [day + dt.timedelta(days=1) for day in stray]
         return PrunePlan(
             oldest=oldest,
             create=[

@@ -430,17 +430,22 @@ def test_relays_do_not_wait_long_for_a_default_partition_that_takes_long_to_read
 
 
 def test_a_view_of_an_old_day_keeps_only_that_day(archive):
-    viewed, _ = (archive.partition(archive.day(days), archive.day(days + 1)) for days in (-10, -9))
+    """Also a day that should have been dropped long ago; and not the ledger either."""
+    viewed, _ = (archive.partition(archive.day(days), archive.day(days + 1)) for days in (-20, -9))
     archive.admin.execute(sql.SQL("CREATE VIEW public.of_a_day AS TABLE {}").format(sql.Identifier("outbox", viewed)))
+    turn_on(archive.admin, "outbox", None)
+    archive.admin.execute("INSERT INTO outbox.ledger VALUES ('Order', 0, 1, 1, %s)", (midnight(archive.day(-8)),))
     with capture_logs() as logs:
         archive.retention().keep()
     assert [viewed in line["error"] for line in logs if "error" in line] == [True]
+    assert "drop what depends on it" in logs[0]["event"]
     coming = {named(archive.day(days)) for days in range(4)}
     assert archive.partitions().keys() == {viewed, "published_default"} | coming
     refused = prune(archive, "--days", "7", status=1)
     assert refused.endswith("drop what depends on it\n")
+    assert archive.rows("SELECT FROM outbox.ledger") == []
     archive.admin.execute("DROP VIEW public.of_a_day")
-    prune(archive, "--days", "7")
+    prune(archive, "--days", "7", "--force")
     assert archive.partitions().keys() == {"published_default"} | coming
 
 
