@@ -55,8 +55,8 @@ _NEEDS: Final = {
 }
 
 
-# The file that reports a missing publication has the same name on every server. Other errors name slots.
-_PUBLICATIONS: Final = "pg_publication.c"
+# The function that reports a missing publication has the same name on every server, its file has not.
+_PUBLICATIONS: Final = "get_publication_oid"
 _MAY_REPLICATE: Final = """
 SELECT rolreplication OR rolsuper FROM pg_catalog.pg_roles WHERE rolname OPERATOR(pg_catalog.=) current_user"""
 
@@ -204,7 +204,7 @@ class Replication:
             text = _line(error)
             if error.sqlstate is not None and not isinstance(error, psycopg.OperationalError):
                 need = _NEEDS["wal_level"] if "wal_level" in text else "see `outbox cdc status`"
-                if error.diag.source_file == _PUBLICATIONS:
+                if error.diag.source_function == _PUBLICATIONS:
                     need = _NEEDS["publication"]
                 raise SchemaError(f"Postgres, replication: {text}: {need}") from error
             # There is no SQLSTATE before the connection is established, and texts may be in any language.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
+from typing import NoReturn
 
 import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from older_postgres import postgres_16
 
 from outbox.errors import SchemaError
+from outbox.sandbox.postgres import PostgresServer
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication
 from relay.wal.slot import Snapshot
@@ -89,3 +93,25 @@ def test_a_missing_slot_is_not_taken_for_a_missing_publication(outbox_postgres):
         pytest.raises(SchemaError, match="see `outbox cdc status`"),
     ):
         replication.start("publication", "publication")
+
+
+def read_on(replication: Replication) -> NoReturn:
+    while True:
+        # First: it may have come with the answer to the start.
+        replication.read(10)
+        assert replication.wait(60)
+
+
+def test_a_missing_publication_is_called_one(monkeypatch):
+    """Postgres 18 only warns of it."""
+    if os.environ.get("OUTBOX_DATABASE_URL"):
+        pytest.skip("OUTBOX_DATABASE_URL is set: that server is the one to test")
+    monkeypatch.setenv("OUTBOX_PG_BIN", str(postgres_16()))
+    with PostgresServer(settings={"fsync": "off"}) as server:
+        with psycopg.connect(server.url(), autocommit=True) as connection:
+            connection.execute("SELECT pg_create_logical_replication_slot('slot', 'pgoutput')")
+            connection.execute("CREATE TABLE written AS SELECT 1 AS number")
+        with closing(Replication(server.url(), "test")) as replication:
+            replication.start("slot", "missing")
+            with pytest.raises(SchemaError, match="makes a new one"):
+                read_on(replication)
