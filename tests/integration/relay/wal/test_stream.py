@@ -11,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from older_postgres import postgres_16
+from rows_and_roles import login_role
 
 from outbox.errors import SchemaError
 from outbox.sandbox.postgres import PostgresServer
+from relay.core.ports import DatabaseUnavailable
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication
 from relay.wal.slot import Snapshot
@@ -115,3 +117,15 @@ def test_a_missing_publication_is_called_one(monkeypatch):
             replication.start("slot", "missing")
             with pytest.raises(SchemaError, match="makes a new one"):
                 read_on(replication)
+
+
+def test_a_role_that_may_replicate_as_a_member_lacks_nothing(outbox_postgres):
+    """A host's role for that, such as rds_replication: what fails then is something else, and passes."""
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "relay") as role:
+        url = f"{outbox_postgres.url}?user={role}"
+        with pytest.raises(SchemaError, match="needs REPLICATION"):
+            Replication(url, "test")
+        with login_role(admin, "rds_replication") as host:
+            admin.execute(f"GRANT {host} TO {role}")
+            with pytest.raises(DatabaseUnavailable):
+                Replication(url, "test")
