@@ -21,6 +21,7 @@ from relay.config import load, producer_options
 from relay.core.ports import BrokerUnavailable
 from relay.kafka.fencing import Fencing, ShortLivedProducer
 from relay.kafka.metadata import SharedMetadata
+from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.topics import Topics
 from relay.parts import build_topics
@@ -71,8 +72,10 @@ def test_a_file_of_certificates_that_is_being_replaced_ends_no_relay(tmp_path):
     for made in (lambda: new_publisher(source), lambda: state.require(1), lambda: state.read([0])):
         with pytest.raises(BrokerUnavailable, match=r"ssl\.ca\.location"):
             made()
-    with pytest.raises(BrokerUnavailable, match="is a file being replaced"):
-        Fencing(options)("id")
+    transactions = TransactionWatch(OpenTransactions(kafka, bool, "state", 1.0))
+    for asks in (lambda: Fencing(options)("id"), transactions.look):
+        with pytest.raises(BrokerUnavailable, match="is a file being replaced"):
+            asks()
     with pytest.raises(KafkaException):
         metadata.topics(0.5)
     file.write_text(text)
