@@ -36,6 +36,7 @@ _STANDING: Final = frozenset({"0A", "22", "23", "27", "38", "39", "54", "P0", "X
 # language of its messages.
 _REPLICA_IDENTITY: Final = "CheckCmdReplicaIdentity"
 _RECOVERY: Final = "xlogfuncs.c"
+_RAISE: Final = "exec_stmt_raise"
 # A schema change in progress, or rights not granted yet: worth retrying, but an operator may be needed.
 _SCHEMA: Final = (
     errors.UndefinedTable,
@@ -119,7 +120,7 @@ def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | 
         # Not a constraint, nor a trigger's RAISE, but a partition bound: a partition of the archive was attached while
         # the row was being routed.
         return DatabaseUnavailable(text)
-    standing = (error.sqlstate or "")[:2] in _STANDING
+    standing = (error.sqlstate or "")[:2] in _STANDING or error.diag.source_function == _RAISE
     if not standing and isinstance(error, _PASSING):
         return DatabaseUnavailable(text)
     if standing or _is_another_programs(error):

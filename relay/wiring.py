@@ -28,14 +28,15 @@ from relay.core.ports import Claim, IdBusy, Publisher, Source, TakeoverStore, To
 from relay.core.reports import LoopReports, TurnMetrics
 from relay.database import LOCK_PART, Connector
 from relay.kafka.client import accepted_before, log_unreachable
-from relay.kafka.fencing import Fencing
+from relay.kafka.fencing import Fencing, ShortLivedProducer
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
+from relay.kafka.ordered import OrderedProducer
 from relay.kafka.partition_counts import PartitionCounts
 from relay.kafka.producer import Sending
 from relay.kafka.routing import NoRoute
 from relay.kafka.state_topic import StateTopic
-from relay.kafka.takeover import Takeover
+from relay.kafka.takeover import Takeover, own_ids
 from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher
 from relay.metrics.delays import PublishDelays
@@ -298,9 +299,18 @@ def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publish
     state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
     # Lanes' rows have the last one; a new publisher fences its predecessor.
     bases = deque([_new_base(settings)], maxlen=_BASES)
-    fencing = Fencing(sending.options)
-    # An option that librdkafka does not know ends the command here, not a turn later.
-    IdempotentPublisher(sending).close()
+    fence_options: Mapping[str, str] = sending.options
+    own_id = own_ids(bases[-1])[0]
+    # What librdkafka refuses, some of it only with a transactional.id, ends the command here, not a turn later.
+    if settings.delivery is Delivery.EXACTLY_ONCE:
+        OrderedProducer(sending, own_id).close()
+    else:
+        IdempotentPublisher(sending).close()
+        # Neither may be longer than a transaction, and here they are meant for a producer without any.
+        others = {name: value for name, value in sending.options.items() if name != "socket.timeout.ms"}
+        fence_options = {**others, "delivery.timeout.ms": "0"}
+        ShortLivedProducer(fence_options, own_id).purge()
+    fencing = Fencing(fence_options)
 
     def transactional(store: TakeoverStore) -> TransactionalPublisher:
         *abandoned, base_id = bases

@@ -17,7 +17,7 @@ from relay.audit.ledger import prune as prune_ledger
 from relay.config import Settings, SourceKind, load
 from relay.database import Connector
 from relay.operations.roles import USUAL, RoleKind, grants, limits
-from relay.tasks.archive import PrunePlan, Retention
+from relay.tasks.archive import PrunePlan, Retention, raise_failure
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
 
@@ -209,8 +209,11 @@ def prune(
     else:
         _print_plan(plan, dry_run=dry_run, force=force)
     # Only now, as a clock that is wrong is found out by the archive too.
-    if not dry_run:
-        keep_ledger()
+    try:
+        if not dry_run:
+            keep_ledger()
+    finally:
+        raise_failure(plan)
 
 
 def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
@@ -228,7 +231,7 @@ def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
             f"the first of these should have been dropped {counted(plan.overdue_days, 'day')} ago: "
             "nothing is dropped without --force"
         )
-    if plan.empty:
+    if plan.empty and plan.failure is None:
         typer.echo("nothing to do")
 
 

@@ -30,7 +30,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from outbox._clients.kafka_client import silent_logger
 from outbox.event import CE_ID
 from relay.core.health import Reason, Wait
-from relay.kafka.client import headers_of, reader_options, unavailable_on_kafka_error
+from relay.kafka.client import accepted_before, headers_of, reader_options, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 log = structlog.get_logger("relay")
@@ -65,7 +65,8 @@ class OpenTransaction:
 class OpenTransactions:
     """Looks for open transactions in the topics that an outbox may write to, and in its state topic.
 
-    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable.
+    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable, and ConfigurationError
+    when librdkafka refuses the options.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class TransactionWatch:
         self._open: dict[Partition, _OpenPartition] = {}
         self._hanging: Sequence[_OpenPartition] = ()
 
+    @accepted_before()
     def look(self) -> None:
         """Check all partitions, and log hanging transactions every few minutes. Raises BrokerUnavailable."""
         undecided = self._transactions.look()

@@ -23,6 +23,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.postgres_errors import clear_errors, connect
 from outbox.errors import SchemaError
 from relay.core.ports import BrokerUnavailable, DatabaseUnavailable
+from relay.kafka.client import accepted_before
 from relay.metrics import gauges
 
 MOST: Final = 100
@@ -154,7 +155,8 @@ class GroupWatch:
         if began < self._rest_until:
             return
         try:
-            self._found, self._said = self._read(), False
+            with accepted_before():
+                self._found, self._said = self._read(), False
         except ConsumerUnavailable as error:
             raise DatabaseUnavailable(str(error)) from error
         except (SchemaError, BrokerUnavailable) as error:

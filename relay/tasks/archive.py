@@ -5,7 +5,8 @@ partition go to the default one: publishing does not depend on maintenance. Crea
 rights of the tables' owner; a relay without them logs a warning once a day when something is due, and `outbox db prune`
 can do it from cron instead. Partitions created by hand (for a month, say) are kept as long as any of their days, and no
 others are created for those days. Nor is one created for a day of which the default partition has many rows: moving
-them would keep relays from archiving.
+them would keep relays from archiving. For the same reason a relay gives up where the default partition takes long to
+read, and tries again an hour later; `outbox db prune` takes the time that it needs.
 
 Old rows of the default partition are deleted in steps (``outbox._clients.blocks``); what an error leaves of them goes
 at the next run.
@@ -19,6 +20,8 @@ or that fewer days are kept than before. An operator can tell these apart, and r
 from __future__ import annotations
 
 import datetime as dt
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,6 +58,15 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::timest
          WHERE i.inhparent = {parent}::regclass) AS parts
  WHERE bounds <> 'DEFAULT' ORDER BY 2, 1"""
 
+# Partitions that Postgres does not drop, as a view or a function depends on them.
+_NEEDED: Final = """
+SELECT c.relname
+  FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+ WHERE i.inhparent = {parent}::regclass AND EXISTS (
+       SELECT FROM pg_depend d LEFT JOIN pg_rewrite r ON d.classid = 'pg_rewrite'::regclass AND r.oid = d.objid
+        WHERE d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid AND d.deptype = 'n'
+          AND (r.ev_class <> c.oid OR d.classid = 'pg_proc'::regclass))"""
+
 Ranges = list[tuple[str, dt.datetime | None, dt.datetime | None]]
 
 _TODAY: Final = "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date"
@@ -72,6 +84,11 @@ INSERT INTO {partition} SELECT * FROM moved""",
     "ALTER TABLE {parent} ATTACH PARTITION {partition} FOR VALUES FROM ({start}) TO ({end})",
 )
 
+_LIMIT: Final = "SET LOCAL statement_timeout = '500ms'"
+"""Postgres may read all of the default partition to move its rows, and again to attach the new one. Relays wait for the
+lock and for both."""
+_REST_SECONDS: Final = 3600.0
+
 _READABLE: Final = "SELECT has_table_privilege({default}, 'SELECT')"
 
 _ROWS_BY_DAY: Final = """
@@ -80,20 +97,18 @@ SELECT (published_at AT TIME ZONE 'UTC')::date, count(*) FROM {default} WHERE pu
 _DELETE_STRAY: Final = "DELETE FROM {default} WHERE {in_step} AND published_at < {before}"
 
 
-# Missing rights, a table with that name, a lock that others hold, a default partition that takes long to read.
-_IN_THE_WAY: Final = (
-    psycopg.ProgrammingError,
-    psycopg.IntegrityError,
-    errors.LockNotAvailable,
-    errors.QueryCanceled,
-)
+# Missing rights, a table with that name, a lock that others hold.
+_IN_THE_WAY: Final = (psycopg.ProgrammingError, psycopg.IntegrityError, errors.LockNotAvailable)
+# Of one step: also rows that take long to read.
+_GIVEN_UP: Final = (*_IN_THE_WAY, errors.QueryCanceled)
 
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
     """The work that is due: days to create a partition for, partitions to drop, and old rows in the default partition.
 
-    ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days``: how many days ago the oldest due data expired.
+    ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days``: how many days ago the oldest due data expired,
+    apart from partitions that can't be dropped, as something depends on them.
     Once it is done, it is what this process has done, and ``failure`` is the first error of the rest.
     """
 
@@ -125,6 +140,15 @@ def overdue(plan: PrunePlan) -> OperationRefused:
     )
 
 
+def raise_failure(plan: PrunePlan) -> None:
+    """Raise SchemaError or Unavailable for what was not done."""
+    if isinstance(plan.failure, errors.DependentObjectsStillExist):
+        raise SchemaError(f"Postgres, keeping the archive: {first_line(plan.failure)}; drop what depends on it")
+    if plan.failure is not None:
+        with unavailable_on_error("keeping the archive"):
+            raise plan.failure
+
+
 class Retention:
     """Maintains one outbox's archive. ``days`` is the number of whole days that are kept besides today."""
 
@@ -136,6 +160,7 @@ class Retention:
         self._default = sql.Identifier(schema, "published_default")
         self._lock = f"outbox archive {schema}"
         self._warned_on: dt.date | None = None
+        self._create_after = -math.inf
 
     def keep(self) -> None:
         """Do the work that is due, in one relay only. Raises Unavailable when Postgres can't be reached."""
@@ -150,7 +175,9 @@ class Retention:
         if failure is not None and first_today:
             # Publishing goes on in any case.
             log.warning(
-                "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
+                "an old partition of the archive is not dropped; drop what depends on it"
+                if isinstance(failure, errors.DependentObjectsStillExist)
+                else "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
                 "Run `outbox db prune` as the tables' owner",
                 error=first_line(failure),
             )
@@ -166,8 +193,7 @@ class Retention:
             log.info("archive kept", created=[str(day) for day in done.create], dropped=list(done.drop))
 
     def prune(self, *, dry_run: bool, force: bool = False) -> PrunePlan:
-        """Do the work that is due, or with ``dry_run`` only return it. Raises SchemaError without the owner's rights,
-        and where a view or the like depends on a partition.
+        """Do the work that is due, or with ``dry_run`` only return it; see ``raise_failure``.
 
         Without ``force``, raises OperationRefused when the due data expired too long ago; the coming days'
         partitions are still created.
@@ -178,11 +204,8 @@ class Retention:
                     return self._plan(connection)
             plan = self._do(connection, _WAIT_FOR_LOCK, force=force)
             assert plan is not None
-            if isinstance(plan.failure, errors.DependentObjectsStillExist):
-                raise SchemaError(f"Postgres, keeping the archive: {first_line(plan.failure)}; drop what depends on it")
-            if plan.failure is not None:
-                raise plan.failure
         if plan.held_back and not force:
+            raise_failure(plan)
             raise overdue(plan)
         return plan
 
@@ -192,9 +215,14 @@ class Retention:
             if not locked:
                 return None
             plan = self._plan(connection)
+        if lock == _TRY_LOCK and time.monotonic() < self._create_after:
+            plan = replace(plan, create=[])
+        failure = None
         if plan.stray_rows and (force or not plan.held_back):
-            plan = replace(plan, stray_rows=self._delete_stray(connection, lock, plan.oldest))
-        return self._change(connection, lock, plan, force=force)
+            deleted, failure = self._delete_stray(connection, lock, plan.oldest)
+            plan = replace(plan, stray_rows=deleted)
+        done = self._change(connection, lock, plan, force=force)
+        return done if failure is None else replace(done, failure=failure)
 
     def _change(
         self, connection: psycopg.Connection[Any], lock: LiteralString, plan: PrunePlan, *, force: bool
@@ -216,17 +244,19 @@ class Retention:
                         dropped.append(name)
             except errors.DependentObjectsStillExist as error:
                 failures.append(error)
-            except _IN_THE_WAY as error:
+            except _GIVEN_UP as error:
                 failures.append(error)
                 break
         try:
             for day in plan.create:
                 with self._step(connection, lock) as locked:
                     if locked and not _covered(day, self._ranges(connection)):
-                        self._create(connection, day)
+                        self._create(connection, day, limited=lock == _TRY_LOCK)
                         created.append(day)
-        except _IN_THE_WAY as error:
+        except _GIVEN_UP as error:
             failures.append(error)
+            if isinstance(error, errors.QueryCanceled):
+                self._create_after = time.monotonic() + _REST_SECONDS
         done = replace(plan, create=created, drop=dropped if may_drop else plan.drop)
         return replace(done, failure=failures[0]) if failures else done
 
@@ -237,20 +267,29 @@ class Retention:
             ((locked,),) = connection.execute(lock, (self._lock,)).fetchall()
             # Creating and dropping take locks that block every archiving relay, also while they wait behind a dump:
             # give up before a relay does, which waits a tenth of its lease.
-            connection.execute("SET LOCAL lock_timeout = '500ms'")
+            connection.execute("SET LOCAL lock_timeout = '400ms'")
             connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
             yield locked
 
-    def _delete_stray(self, connection: psycopg.Connection[Any], lock: LiteralString, oldest: dt.date) -> int:
-        """Delete rows that no partition had, and return how many. Before the changes, as relays wait for these."""
+    def _delete_stray(
+        self, connection: psycopg.Connection[Any], lock: LiteralString, oldest: dt.date
+    ) -> tuple[int, psycopg.Error | None]:
+        """Delete rows that no partition had. Return how many, and the error that ended it.
+
+        Before the changes, as relays wait for these.
+        """
         deleted, before = 0, sql.Literal(_midnight(oldest))
-        for in_step in blocks.steps(connection, self._default):
-            with self._step(connection, lock) as locked:
-                if not locked:
-                    break
-                step = sql.SQL(_DELETE_STRAY).format(default=self._default, in_step=in_step, before=before)
-                deleted += connection.execute(step).rowcount
-        return deleted
+        try:
+            for in_step in blocks.steps(connection, self._default):
+                with self._step(connection, lock) as locked:
+                    if not locked:
+                        break
+                    step = sql.SQL(_DELETE_STRAY).format(default=self._default, in_step=in_step, before=before)
+                    rows = connection.execute(step).rowcount
+                deleted += rows
+        except _GIVEN_UP as error:
+            return deleted, error
+        return deleted, None
 
     def _plan(self, connection: psycopg.Connection[Any]) -> PrunePlan:
         ((today,),) = connection.execute(_TODAY).fetchall()
@@ -258,6 +297,8 @@ class Retention:
         end = today + dt.timedelta(days=_AHEAD + 1)
         default = sql.Literal(self._default.as_string(connection))
         ranges = self._ranges(connection)
+        parent = sql.Literal(self._parent.as_string(connection))
+        needed = {name for (name,) in connection.execute(sql.SQL(_NEEDED).format(parent=parent))}
         ((readable,),) = connection.execute(sql.SQL(_READABLE).format(default=default)).fetchall()
         rows: dict[dt.date, int] = {}
         # Without the right to read them there is none to delete or move them either.
@@ -266,7 +307,7 @@ class Retention:
             rows = dict(connection.execute(query).fetchall())
         stray = [day for day in rows if day < oldest]
         old = [(name, high.astimezone(dt.UTC).date()) for name, _, high in ranges if high and high <= _midnight(oldest)]
-        due = [day for _, day in old] + [day + dt.timedelta(days=1) for day in stray]
+        due = [day for name, day in old if name not in needed] + [day + dt.timedelta(days=1) for day in stray]
         return PrunePlan(
             oldest=oldest,
             create=[
@@ -283,10 +324,10 @@ class Retention:
         parent = sql.Literal(self._parent.as_string(connection))
         return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
-    def _create(self, connection: psycopg.Connection[Any], day: dt.date) -> None:
-        # Postgres may read all of the default partition for it, and relays wait meanwhile.
-        connection.execute("SET LOCAL statement_timeout = '2s'")
+    def _create(self, connection: psycopg.Connection[Any], day: dt.date, *, limited: bool) -> None:
         connection.execute(sql.SQL(_HOLD_BACK).format(parent=self._parent))
+        if limited:
+            connection.execute(_LIMIT)
         names = {
             "partition": sql.Identifier(self._schema, f"published_{day:%Y_%m_%d}"),
             "parent": self._parent,

@@ -55,10 +55,14 @@ _NEEDS: Final = {
 }
 
 
-# The file that reports a missing publication has the same name on every server. Other errors name slots.
-_PUBLICATIONS: Final = "pg_publication.c"
+# The function that reports a missing publication has the same name on every server, its file has not.
+_PUBLICATIONS: Final = "get_publication_oid"
+# Some hosts have a role of theirs that may, such as rds_replication. Its members have no attribute.
 _MAY_REPLICATE: Final = """
-SELECT rolreplication OR rolsuper FROM pg_catalog.pg_roles WHERE rolname OPERATOR(pg_catalog.=) current_user"""
+SELECT FROM pg_catalog.pg_roles
+ WHERE CASE WHEN rolname OPERATOR(pg_catalog.=) current_user THEN rolreplication OR rolsuper
+            ELSE pg_catalog.strpos(rolname, 'replication') OPERATOR(pg_catalog.>) 0
+                 AND pg_catalog.pg_has_role(oid, 'MEMBER') END"""
 
 
 class SlotInUse(Unavailable):
@@ -204,11 +208,12 @@ class Replication:
             text = _line(error)
             if error.sqlstate is not None and not isinstance(error, psycopg.OperationalError):
                 need = _NEEDS["wal_level"] if "wal_level" in text else "see `outbox cdc status`"
-                if error.diag.source_file == _PUBLICATIONS:
+                if error.diag.source_function == _PUBLICATIONS:
                     need = _NEEDS["publication"]
                 raise SchemaError(f"Postgres, replication: {text}: {need}") from error
             # There is no SQLSTATE before the connection is established, and texts may be in any language.
-            if error.sqlstate is None and not self._connected and self._lacks_the_right():
+            away = isinstance(error, errors.ConnectionTimeout)
+            if error.sqlstate is None and not self._connected and not away and self._lacks_the_right():
                 raise SchemaError(f"Postgres, replication: {text}: {_NEEDS['permission']}") from error
             raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}, replication: {text}") from error
 
@@ -216,10 +221,9 @@ class Replication:
         """Return whether the role may connect, but not for replication."""
         try:
             with psycopg.connect(self._url, **NOTICE_DEAD_HOSTS, **password_for(self._url)) as plain:
-                row = plain.execute(_MAY_REPLICATE).fetchone()
+                return plain.execute(_MAY_REPLICATE).rowcount == 0
         except psycopg.Error:
             return False
-        return row is not None and not row[0]
 
 
 def _line(error: BaseException) -> str:

@@ -440,3 +440,7 @@ def test_servers_that_are_away(watched, monkeypatch):
     watched.start(servers="127.0.0.1:1", required=True)
     with pytest.raises(BrokerUnavailable):
         watched.watch.look()
+    watched.options |= {"security.protocol": "ssl", "ssl.ca.location": "/being/replaced"}
+    watched.start(required=True)
+    with pytest.raises(BrokerUnavailable, match="is a file being replaced"):
+        watched.watch.look()

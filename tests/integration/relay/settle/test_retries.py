@@ -154,10 +154,11 @@ DROP_REFUSING = "DROP FUNCTION refusing CASCADE"
             "query_canceled",
         ),
         (REFUSING("RAISE 'not today' USING ERRCODE = 'US001'"), DROP_REFUSING, "not today: retrying will not help"),
+        (REFUSING("RAISE object_not_in_prerequisite_state"), DROP_REFUSING, "_state: retrying will not help"),
         (REFUSING("RAISE check_violation USING MESSAGE = 'not so'"), DROP_REFUSING, "not so: retrying will not help"),
         (REFUSING("PERFORM dropped()"), DROP_REFUSING, r"function dropped\(\) does not exist: retrying will not help"),
     ],
-    ids=["limit", "constraint", "cancelled", "own-code", "raised-check", "no-function"],
+    ids=["limit", "constraint", "cancelled", "own-code", "raised-passing", "raised-check", "no-function"],
 )
 def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle, removed, error):
     sent: list[str] = []

@@ -28,6 +28,11 @@ INSERT INTO {schema}.published_default (lane, id, event_id, aggregate_type, aggr
                                         created_at, published_at)
 SELECT 0, g, gen_random_uuid(), 'Order', 'a', 'T', '{{"a": 1}}', now(), now() - make_interval(days => %s)
   FROM generate_series(%s::int, %s::int) AS g"""
+CANCELLED = """
+CREATE FUNCTION public.cancel() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    RAISE query_canceled USING MESSAGE = 'taking too long';
+END $$;
+CREATE TRIGGER cancel BEFORE DELETE ON outbox.published_default FOR EACH ROW EXECUTE FUNCTION public.cancel()"""
 NEIGHBOUR = 'the "other" one'
 
 
@@ -115,6 +120,17 @@ def test_what_an_interruption_leaves_goes_at_the_next_run(outbox_postgres, by):
         done = CliRunner().invoke(app, command, env=environment)
         assert json.loads(done.stdout)["stray_rows"] == len(rest)
     assert left(url) == []
+
+
+def test_old_rows_that_can_not_be_deleted_keep_no_partition_from_being_made(outbox_postgres):
+    url = outbox_postgres.url
+    fill(url, OLD, 1, 10)
+    with psycopg.connect(url) as connection:
+        connection.execute(CANCELLED)
+    with capture_logs() as logs:
+        retention(url).keep()
+    assert ("taking too long" in logs[0]["error"], len(logs[-1]["created"])) == (True, archive._AHEAD + 1)
+    assert left(url) == list(range(1, 11))
 
 
 def test_a_day_of_many_rows_outside_of_any_partition_gets_none(outbox_postgres, monkeypatch):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
+from typing import NoReturn
 
 import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from older_postgres import postgres_16
+from rows_and_roles import login_role
 
 from outbox.errors import SchemaError
+from outbox.sandbox.postgres import PostgresServer
+from relay.core.ports import DatabaseUnavailable
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication
 from relay.wal.slot import Snapshot
@@ -89,3 +95,37 @@ def test_a_missing_slot_is_not_taken_for_a_missing_publication(outbox_postgres):
         pytest.raises(SchemaError, match="see `outbox cdc status`"),
     ):
         replication.start("publication", "publication")
+
+
+def read_on(replication: Replication) -> NoReturn:
+    while True:
+        # First: it may have come with the answer to the start.
+        replication.read(10)
+        assert replication.wait(60)
+
+
+def test_a_missing_publication_is_called_one(monkeypatch):
+    """Postgres 18 only warns of it."""
+    if os.environ.get("OUTBOX_DATABASE_URL"):
+        pytest.skip("OUTBOX_DATABASE_URL is set: that server is the one to test")
+    monkeypatch.setenv("OUTBOX_PG_BIN", str(postgres_16()))
+    with PostgresServer(settings={"fsync": "off"}) as server:
+        with psycopg.connect(server.url(), autocommit=True) as connection:
+            connection.execute("SELECT pg_create_logical_replication_slot('slot', 'pgoutput')")
+            connection.execute("CREATE TABLE written AS SELECT 1 AS number")
+        with closing(Replication(server.url(), "test")) as replication:
+            replication.start("slot", "missing")
+            with pytest.raises(SchemaError, match="makes a new one"):
+                read_on(replication)
+
+
+def test_a_role_that_may_replicate_as_a_member_lacks_nothing(outbox_postgres):
+    """A host's role for that, such as rds_replication: what fails then is something else, and passes."""
+    with outbox_postgres.connect(autocommit=True) as admin, login_role(admin, "relay") as role:
+        url = f"{outbox_postgres.url}?user={role}"
+        with pytest.raises(SchemaError, match="needs REPLICATION"):
+            Replication(url, "test")
+        with login_role(admin, "rds_replication") as host:
+            admin.execute(f"GRANT {host} TO {role}")
+            with pytest.raises(DatabaseUnavailable):
+                Replication(url, "test")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,17 @@ from secured import Certificates
 from structlog.testing import capture_logs
 
 import relay.kafka.client
+from outbox.errors import ConfigurationError
 from outbox.sandbox._process import patience
+from relay import wiring
 from relay.config import load, producer_options
 from relay.core.ports import BrokerUnavailable
-from relay.kafka.fencing import Fencing
+from relay.kafka.fencing import Fencing, ShortLivedProducer
 from relay.kafka.metadata import SharedMetadata
+from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.topics import Topics
+from relay.parts import build_topics
 from relay.wiring import _publisher, build
 
 
@@ -67,9 +72,26 @@ def test_a_file_of_certificates_that_is_being_replaced_ends_no_relay(tmp_path):
     for made in (lambda: new_publisher(source), lambda: state.require(1), lambda: state.read([0])):
         with pytest.raises(BrokerUnavailable, match=r"ssl\.ca\.location"):
             made()
-    with pytest.raises(BrokerUnavailable, match="is a file being replaced"):
-        Fencing(options)("id")
+    transactions = TransactionWatch(OpenTransactions(kafka, bool, "state", 1.0))
+    for asks in (lambda: Fencing(options)("id"), transactions.look):
+        with pytest.raises(BrokerUnavailable, match="is a file being replaced"):
+            asks()
     with pytest.raises(KafkaException):
         metadata.topics(0.5)
     file.write_text(text)
     new_publisher(source).close()
+
+
+def test_options_that_librdkafka_refuses_for_a_transaction_end_the_relay_as_it_begins(monkeypatch):
+    """Without transactions of its own it fences all the same."""
+    kafka = {"bootstrap.servers": "127.0.0.1:1", "socket.timeout.ms": "120000"}
+    settings = load(delivery="exactly-once", kafka=kafka)
+    with pytest.raises(ConfigurationError, match=r"socket\.timeout\.ms"):
+        _publisher(settings, build_topics(settings))
+    options: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(wiring, "Fencing", options.append)
+    for delivery in ("at-least-once", "at-most-once"):
+        more = {"transaction.timeout.ms": "30000"}
+        settings = load(delivery=delivery, kafka=kafka | more, relay={"lease_seconds": 300})
+        _publisher(settings, build_topics(settings))
+        ShortLivedProducer(options.pop(), "former").purge()
