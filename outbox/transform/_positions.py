@@ -8,12 +8,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka_rules import cut_logs
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Partition
 from outbox.transform._plan import SECONDS, logger
+from outbox.transform._topics import described
 from outbox.transform.errors import InputLost
 
 _PARTITIONS: Final = "partitions="
@@ -184,12 +186,9 @@ def _is_away(error: KafkaError) -> bool:
 
 
 def beginnings(
-    consumer: Consumer, producer: Producer, positions: Sequence[TopicPartition], start: str, group: str
+    consumer: Consumer, kafka: KafkaAdmin, positions: Sequence[TopicPartition], start: str, group: str
 ) -> tuple[list[TopicPartition], set[Partition]]:
     """Return where partitions without a position begin, and those that have no leader to say it.
-
-    producer  is asked for metadata: ``list_topics`` of the consumer, in a callback of its ``poll``, would leave nothing
-              for the next callback of that ``poll`` to find its thread by, and the process would abort.
 
     Raises InputLost if there are to be none without a position.
     """
@@ -197,37 +196,37 @@ def beginnings(
         raise InputLost(f"group {group!r} has no position in {positions[0].topic}-{positions[0].partition}")
     begun: list[TopicPartition] = []
     leaderless: set[Partition] = set()
-    led = {topic: _led(producer, topic, SECONDS) for topic in {each.topic for each in positions}}
+    wanted = {each.topic for each in positions}
+    topics = described(kafka, wanted)
+    led = _led(topics)
     for each in positions:
         try:
             # Otherwise librdkafka waits for a leader, of each such partition anew.
-            if (each.topic, each.partition) in led[each.topic]:
-                begun.append(_beginning(consumer, producer, each, start, group))
+            if (each.topic, each.partition) in led:
+                begun.append(_beginning(consumer, each, len(topics[each.topic].partitions), start, group))
                 continue
         except KafkaException as error:
             if not _is_away(error.args[0]):
                 raise
-            led[each.topic] = _led(producer, each.topic, SECONDS)
+            topics = described(kafka, wanted)
+            led = _led(topics)
         logger.info("group %s waits for a leader of %s-%d, to begin there", group, each.topic, each.partition)
         leaderless.add((each.topic, each.partition))
     return begun, leaderless
 
 
-def has_leader(producer: Producer, partitions: Collection[Partition], seconds: float) -> bool:
+def has_leader(kafka: KafkaAdmin, partitions: Collection[Partition], seconds: float) -> bool:
     """Return whether one of these partitions has a leader. Raises KafkaException without an answer."""
-    return any(_led(producer, topic, seconds) & set(partitions) for topic in {topic for topic, _ in partitions})
+    return not _led(described(kafka, {topic for topic, _ in partitions}, seconds)).isdisjoint(partitions)
 
 
-def _led(producer: Producer, topic: str, seconds: float) -> set[Partition]:
-    """Return the partitions of a topic that have leaders."""
-    found = producer.list_topics(topic, seconds).topics[topic].partitions
-    return {(topic, number) for number, one in found.items() if one.leader >= 0}
+def _led(topics: Mapping[str, Any]) -> set[Partition]:
+    """Return the partitions that have leaders, by their topics' descriptions."""
+    return {(topic, one.id) for topic, each in topics.items() for one in each.partitions if one.leader is not None}
 
 
-def _beginning(
-    consumer: Consumer, producer: Producer, position: TopicPartition, start: str, group: str
-) -> TopicPartition:
-    """Return where a partition without a position begins.
+def _beginning(consumer: Consumer, position: TopicPartition, now: int, start: str, group: str) -> TopicPartition:
+    """Return where a partition without a position begins, in a topic that has ``now`` partitions.
 
     With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
     stands in the metadata of each of its positions. One that was added later is read from its beginning.
@@ -235,7 +234,7 @@ def _beginning(
     first, end = consumer.get_watermark_offsets(position, SECONDS, cached=False)
     if start == "earliest":
         return TopicPartition(position.topic, position.partition, first)
-    count = _first_partitions(consumer, producer, position.topic)
+    count = _first_partitions(consumer, position.topic, now)
     offset = end if position.partition < count else first
     if offset > first:
         skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
@@ -243,12 +242,11 @@ def _beginning(
     return TopicPartition(position.topic, position.partition, offset, f"{_PARTITIONS}{count}")
 
 
-def _first_partitions(consumer: Consumer, producer: Producer, topic: str) -> int:
-    """Return how many partitions a topic had when the group came to it."""
-    count = len(producer.list_topics(topic, SECONDS).topics[topic].partitions)
-    asked = [TopicPartition(topic, number) for number in range(count)]
+def _first_partitions(consumer: Consumer, topic: str, now: int) -> int:
+    """Return how many partitions a topic had when the group came to it, by the positions in those that it has now."""
+    asked = [TopicPartition(topic, number) for number in range(now)]
     positions = answered(consumer.committed(asked, SECONDS))
     known = [position.metadata or "" for position in positions if position.offset >= 0]
     counts = [int(text.removeprefix(_PARTITIONS)) for text in known if re.fullmatch(_PARTITIONS + r"\d+", text)]
     # Positions that other tools have set say nothing of it; but the group has been in the topic.
-    return min(counts, default=0 if known else count)
+    return min(counts, default=0 if known else now)

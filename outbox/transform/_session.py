@@ -34,7 +34,7 @@ from outbox.transform._positions import (
     require_whole,
 )
 from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, refused
-from outbox.transform._topics import MISSING, require_topics
+from outbox.transform._topics import MISSING, output_partitions, require_topics
 from outbox.transform.errors import InputLost, TransformFailed, is_refused
 from outbox.transform.records import Record, dead_letter
 
@@ -81,7 +81,8 @@ class Session:
             self._make_producer()
             self._consumer = Consumer({**options, "error_cb": self._clients.hear})
             kafka = admin(options)
-        self._topic_ids, self._static = TopicIds(kafka.describe), StaticGroup(self._plan.group, options, kafka)
+        self._kafka, self._topic_ids = kafka, TopicIds(kafka.describe)
+        self._static = StaticGroup(self._plan.group, options, kafka)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +90,7 @@ class Session:
         self._consumer.close()
         self._purge()
         # They end now, although callbacks and tracebacks may keep this session.
-        del self._consumer, self._producer, self._topic_ids, self._static
+        del self._consumer, self._producer, self._kafka, self._topic_ids, self._static
 
     def _purge(self) -> None:
         # The callback of an undelivered record would keep this session and its clients.
@@ -182,7 +183,7 @@ class Session:
             consumer.assign([])
             return
         new = [position for position in found if position.offset < 0]
-        begun, self._leaderless = beginnings(consumer, self._producer, new, plan.start, plan.group)
+        begun, self._leaderless = beginnings(consumer, self._kafka, new, plan.start, plan.group)
         found = [position for position in found if position.offset >= 0] + begun
         if begun:
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
@@ -208,7 +209,7 @@ class Session:
         """Begin the partitions that had no leader, if one of them has."""
         self._ask_at = time.monotonic() + _LEADER_SECONDS
         try:
-            found = has_leader(self._producer, self._leaderless, _END_SECONDS)
+            found = has_leader(self._kafka, self._leaderless, _END_SECONDS)
         except KafkaException as error:
             logger.info("group %s can't ask for leaders: %s", self._plan.group, error.args[0].str())
             return
@@ -435,20 +436,10 @@ class Session:
         self._producer = Producer({**self._plan.producer, **apart, "error_cb": self._clients.hear})
         self._firsts = FirstRecords(
             self._plan.producer["partitioner"],
-            self._partitions,
+            lambda topic: output_partitions(self._producer, topic),
             lambda: self._producer.flush(_POLL_SECONDS),
             self._plan.transaction_seconds,
         )
-
-    def _partitions(self, topic: str) -> tuple[int, list[int]]:
-        """Return how many partitions a topic has, 0 if that is not known, and which of them have a leader."""
-        if topic is None:
-            raise TypeError("the record has no topic")
-        try:
-            found = self._producer.list_topics(topic, SECONDS).topics[topic].partitions
-        except RuntimeError as error:
-            raise ValueError(f"no name of a topic: {error}") from error
-        return len(found), [number for number, one in found.items() if one.leader >= 0]
 
     def _cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
         """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""

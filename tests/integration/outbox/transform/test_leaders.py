@@ -74,6 +74,33 @@ def test_one_that_was_added_and_has_no_leader_disturbs_neither_the_others_nor_th
     assert sum(map(len, place.come(20).values())) == 20
 
 
+def test_asking_for_leaders_creates_no_topic(monkeypatch):
+    """By default a broker creates what a producer's request for metadata names."""
+    asked: list[bool] = []
+    has_leader = _session.has_leader
+
+    def never(*args: Any) -> bool:
+        asked.append(has_leader(*args))
+        return False
+
+    monkeypatch.setattr(_session, "_LEADER_SECONDS", 0.0)
+    monkeypatch.setattr(_session, "has_leader", never)
+    monkeypatch.setattr(_session, "beginnings", lambda *_: ([], {(place.source, 0)}))
+    with (
+        KafkaCluster(settings={"auto.create.topics.enable": "true"}) as cluster,
+        Topics(cluster.bootstrap_servers) as topics,
+        closing(Place(topics, 1)) as place,
+    ):
+        admin = AdminClient(place.options)
+        with running(place.member(copied(place))):
+            wait_until(lambda: asked, 60, "the first question")
+            admin.delete_topics([place.source], operation_timeout=30)[place.source].result(60)
+            count = len(asked) + 3
+            wait_until(lambda: len(asked) >= count, 60, "more questions")
+        assert place.source not in admin.list_topics(timeout=30).topics
+    assert (asked[0], asked[-1]) == (True, False)
+
+
 def leaders(admin: AdminClient, place: Place) -> list[bool]:
     """Which partitions of the source have leaders."""
     found = admin.list_topics(timeout=20).topics[place.source].partitions
