@@ -14,7 +14,7 @@ from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka_rules import cut_logs
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Partition
-from outbox.transform._plan import SECONDS, logger
+from outbox.transform._plan import SECONDS, Progress, logger
 from outbox.transform._topics import described
 from outbox.transform.errors import InputLost
 
@@ -41,9 +41,9 @@ def answered(positions: list[TopicPartition]) -> list[TopicPartition]:
 
 def committed(
     consumer: Consumer,
+    kafka: KafkaAdmin,
     partitions: Sequence[TopicPartition],
-    own: Mapping[Partition, TopicPartition],
-    former: Mapping[Partition, TopicPartition],
+    progress: Progress,
     options: Mapping[str, Any],
     stop: threading.Event,
 ) -> list[TopicPartition]:
@@ -55,11 +55,13 @@ def committed(
     second, and what it has not read stays missing until the broker restarts. So does the end of a transaction: then
     positions are asked for in vain.
 
-    If an answer stays the same, it is taken where the group is new, or where an operator may have set it since a
-    ``former`` run. Where this run was further, in ``own``, Kafka has lost the position: it refuses to set back a group
-    with members.
+    If an answer stays the same, it is taken where the group is new, or where an operator may have set it since a former
+    run. Where this run was further, Kafka has lost the position: it refuses to set back a group with members.
+
+    Raises InputLost where it has lost it with its topic, which was created again.
     """
-    known = {**former, **own}
+    own = progress.positions
+    known = {**progress.former, **own}
     asked = [TopicPartition(each.topic, each.partition) for each in partitions]
     interval_seconds = int(options.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
     before: dict[Partition, int] = {}
@@ -82,14 +84,19 @@ def committed(
             break
         stop.wait(jittered(doubled(attempts, 0.1, 1.0)))
         attempts += 1
+    lost = own.keys() & doubtful.keys()
+    if topics := {topic for topic, _ in lost}:
+        ids = {topic: str(found.topic_id) for topic, found in described(kafka, topics).items()}
+        if gone := topics - ids.keys():
+            raise KafkaException(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART, f"{min(gone)} is gone"))
+        require_same_topics(ids, progress.topic_ids, options["group.id"])
     for topic, partition in sorted(known.keys() & doubtful.keys()):
         offset, here = doubtful[topic, partition], known[topic, partition].offset
         now = f"at offset {offset}" if offset >= 0 else "without a position"
         then = f"this process had it at {here}"
-        if (topic, partition) in own:
+        if (topic, partition) in lost:
             then += ", and goes on from there; to read again, set the group back while it has no members"
         logger.warning("group %s has %s-%d %s, where %s", options["group.id"], topic, partition, now, then)
-    lost = own.keys() & doubtful.keys()
     return [own[at] if (at := (each.topic, each.partition)) in lost else each for each in found]
 
 

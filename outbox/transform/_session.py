@@ -175,8 +175,7 @@ class Session:
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
         plan, consumer = self._plan, self._consumer
-        own, former = self._progress.positions, self._progress.former
-        found = committed(consumer, partitions, own, former, plan.consumer, self._stop)
+        found = committed(consumer, self._kafka, partitions, self._progress, plan.consumer, self._stop)
         if self._stop.is_set():
             # Otherwise the client assigns them by itself, and reads on.
             self._committed = {}
