@@ -24,6 +24,11 @@ def is_final(error: KafkaError) -> bool:
     return is_refused(error) or error.code() in MISSING
 
 
+def is_late(error: KafkaError) -> bool:
+    """Return whether a record was not acknowledged in time: its partition has no leader, or a silent one."""
+    return error.code() == KafkaError._MSG_TIMED_OUT  # noqa: SLF001  a documented name, in spite of the underscore
+
+
 def refused(group: str, message: Message, record: Record, reason: KafkaError) -> KafkaRefused:
     """Return the error for a record that Kafka refuses for such a reason, with the message that it was made of."""
     return KafkaRefused(

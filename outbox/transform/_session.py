@@ -33,7 +33,7 @@ from outbox.transform._positions import (
     require_same_topics,
     require_whole,
 )
-from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, refused
+from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, is_late, refused
 from outbox.transform._topics import MISSING, output_partitions, require_topics
 from outbox.transform.errors import InputLost, TransformFailed, is_refused
 from outbox.transform.records import Record, dead_letter
@@ -321,7 +321,8 @@ class Session:
                 if is_final(reason):
                     raise refused(self._plan.group, message, record, reason) from error
         # What has waited for a partition that is away has not taken long by itself.
-        if seconds >= self._plan.transaction_seconds and not isinstance(error, NotAcknowledged):
+        away = isinstance(error, NotAcknowledged) or any(is_late(reason) for *_, reason in self._undelivered)
+        if seconds >= self._plan.transaction_seconds and not away:
             self._halve(messages, seconds)
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
             raise error
