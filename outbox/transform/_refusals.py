@@ -14,7 +14,8 @@ TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_L
 OF_A_BATCH: Final = TOO_LARGE | frozenset({KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION})
 """What a broker says of a batch: one of its records is at fault, and others may get the same answer."""
 UNFIT: Final = OF_A_BATCH | frozenset(
-    {KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001  a documented name, in spite of the underscore
+    # Documented names, in spite of the underscore.
+    {KafkaError._UNKNOWN_PARTITION, KafkaError.TOPIC_EXCEPTION}  # noqa: SLF001
 )
 """The record itself is at fault: it would be refused each time."""
 

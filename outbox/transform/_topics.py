@@ -61,7 +61,9 @@ def output_partitions(producer: Producer, topic: str) -> tuple[int, list[int]]:
     if topic is None:
         raise TypeError("the record has no topic")
     try:
-        found = producer.list_topics(topic, SECONDS).topics[topic].partitions
+        found = producer.list_topics(topic, SECONDS).topics[topic]
     except RuntimeError as error:
         raise ValueError(f"no name of a topic: {error}") from error
-    return len(found), [number for number, one in found.items() if one.leader >= 0]
+    if found.error is not None and found.error.code() == KafkaError.TOPIC_EXCEPTION:
+        raise ValueError(f"no name of a topic: {topic!r}: {found.error.str()}")
+    return len(found.partitions), [number for number, one in found.partitions.items() if one.leader >= 0]
