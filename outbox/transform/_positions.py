@@ -28,6 +28,8 @@ _LASTING: Final = (
     "if that lasts though all brokers are there, restart the group's coordinator: it may wait for the end of a "
     "transaction that it has missed"
 )
+# How far a producer's clock may be behind.
+_SLACK_SECONDS: Final = 5.0
 _POLL_INTERVAL_MS: Final = 300_000  # librdkafka's default
 
 
@@ -193,9 +195,16 @@ def _is_away(error: KafkaError) -> bool:
 
 
 def beginnings(
-    consumer: Consumer, kafka: KafkaAdmin, positions: Sequence[TopicPartition], start: str, group: str
+    consumer: Consumer,
+    kafka: KafkaAdmin,
+    positions: Sequence[TopicPartition],
+    since: Mapping[Partition, float],
+    start: str,
+    group: str,
 ) -> tuple[list[TopicPartition], set[Partition]]:
     """Return where partitions without a position begin, and those that have no leader to say it.
+
+    since  when those had none that have had none before.
 
     Raises InputLost if there are to be none without a position.
     """
@@ -209,8 +218,9 @@ def beginnings(
     for each in positions:
         try:
             # Otherwise librdkafka waits for a leader, of each such partition anew.
-            if (each.topic, each.partition) in led:
-                begun.append(_beginning(consumer, each, len(topics[each.topic].partitions), start, group))
+            if (at := (each.topic, each.partition)) in led:
+                number = len(topics[each.topic].partitions)
+                begun.append(_beginning(consumer, each, number, since.get(at), start, group))
                 continue
         except KafkaException as error:
             if not _is_away(error.args[0]):
@@ -232,17 +242,25 @@ def _led(topics: Mapping[str, Any]) -> set[Partition]:
     return {(topic, one.id) for topic, each in topics.items() for one in each.partitions if one.leader is not None}
 
 
-def _beginning(consumer: Consumer, position: TopicPartition, now: int, start: str, group: str) -> TopicPartition:
+def _beginning(
+    consumer: Consumer, position: TopicPartition, now: int, since: float | None, start: str, group: str
+) -> TopicPartition:
     """Return where a partition without a position begins, in a topic that has ``now`` partitions.
 
     With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
-    stands in the metadata of each of its positions. One that was added later is read from its beginning.
+    stands in the metadata of each of its positions. One that was added later is read from its beginning, and one that
+    had no leader ``since`` a time from what has come since then.
     """
     first, end = consumer.get_watermark_offsets(position, SECONDS, cached=False)
     if start == "earliest":
         return TopicPartition(position.topic, position.partition, first)
     count = _first_partitions(consumer, position.topic, now)
     offset = end if position.partition < count else first
+    if offset == end and since is not None:
+        asked = TopicPartition(position.topic, position.partition, int((since - _SLACK_SECONDS) * 1000))
+        [found] = answered(consumer.offsets_for_times([asked], SECONDS))
+        # Below 0: nothing has come.
+        offset = found.offset if 0 <= found.offset < end else end
     if offset > first:
         skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
         logger.warning("group %s has no position in %s", group, skipped)

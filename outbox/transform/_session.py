@@ -174,7 +174,7 @@ class Session:
 
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
-        plan, consumer = self._plan, self._consumer
+        plan, consumer, now = self._plan, self._consumer, time.time()
         found = committed(consumer, self._kafka, partitions, self._progress, plan.consumer, self._stop)
         if self._stop.is_set():
             # Otherwise the client assigns them by itself, and reads on.
@@ -182,7 +182,10 @@ class Session:
             consumer.assign([])
             return
         new = [position for position in found if position.offset < 0]
-        begun, self._leaderless = beginnings(consumer, self._kafka, new, plan.start, plan.group)
+        known = self._progress.leaderless
+        begun, self._leaderless = beginnings(consumer, self._kafka, new, known, plan.start, plan.group)
+        for partition in self._leaderless:
+            known.setdefault(partition, now)
         found = [position for position in found if position.offset >= 0] + begun
         if begun:
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
@@ -194,6 +197,8 @@ class Session:
         self._ends.clear()
         consumer.assign(found)
         self._progress.watch.moved([(each.topic, each.partition) for each in begun])
+        for partition in known.keys() & self._committed.keys():
+            del known[partition]
         for partition in self._leaderless:
             self._progress.watch.waits(partition, None)
         self._progress.watch.failed(self._leaderless, "it has no leader")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -13,7 +14,7 @@ from transform_support import Place, copied, place, running
 
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.transform import InputLost, _session
+from outbox.transform import InputLost, _positions, _session
 
 __all__ = ["place"]
 
@@ -72,6 +73,30 @@ def test_one_that_was_added_and_has_no_leader_disturbs_neither_the_others_nor_th
         wait_until(lambda: member.stalled(0) == [], 60, "nothing to wait")
     assert "a new client goes on" not in caplog.text
     assert sum(map(len, place.come(20).values())) == 20
+
+
+def test_from_the_end_means_from_the_groups_start_where_a_partition_had_no_leader(away, monkeypatch):
+    """What is written before the member hears of the leader is not skipped."""
+    fed = threading.Event()
+    has_leader = _session.has_leader
+    monkeypatch.setattr(_positions, "_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(_session, "has_leader", lambda *args: fed.is_set() and has_leader(*args))
+    cluster, place = away
+    admin = AdminClient(place.options)
+    with Topics(cluster.bootstrap_servers) as topics, closing(Place(topics, 2)) as other:
+        other.source = place.source
+        cluster.kill_broker(0)
+        wait_until(lambda: leaders(admin, place) == [True, False], 60, "no leader of the second")
+        member = other.member(copied(other), start="latest")
+        with running(member):
+            wait_until(lambda: other.positions()[0].offset == 5, 120, "its beginning in the first")
+            cluster.start_broker(0)
+            wait_until(lambda: leaders(admin, place) == [True, True], 120, "the leader")
+            place.feed(range(15, 20), partition=1)
+            fed.set()
+            wait_until(lambda: other.positions()[1].offset == 10, 120, "its messages")
+        assert member.committed == 5
+        assert sorted(n for numbers in other.come(5).values() for n in numbers) == list(range(15, 20))
 
 
 def test_asking_for_leaders_creates_no_topic(monkeypatch):
