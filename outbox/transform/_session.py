@@ -196,8 +196,9 @@ class Session:
         self._progress.positions |= self._committed
         self._ends.clear()
         consumer.assign(found)
-        self._progress.watch.moved([(each.topic, each.partition) for each in begun])
-        for partition in known.keys() & self._committed.keys():
+        waited = known.keys() & self._committed.keys()
+        self._progress.watch.moved(waited)
+        for partition in waited:
             del known[partition]
         for partition in self._leaderless:
             self._progress.watch.waits(partition, None)

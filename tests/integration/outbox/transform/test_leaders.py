@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 from support import wait_until
 from transform_support import Place, copied, place, running
@@ -97,6 +98,33 @@ def test_from_the_end_means_from_the_groups_start_where_a_partition_had_no_leade
             wait_until(lambda: other.positions()[1].offset == 10, 120, "its messages")
         assert member.committed == 5
         assert sorted(n for numbers in other.come(5).values() for n in numbers) == list(range(15, 20))
+
+
+def test_one_whose_session_fails_as_it_begins_is_not_said_to_stand_still(place, monkeypatch):
+    """Nothing comes in it that would say so."""
+    begin, check = _session.beginnings, _session.require_whole
+    left = [(place.source, 1)]
+    failed: list[int] = []
+
+    def later(*args: Any) -> Any:
+        begun, leaderless = begin(*args)
+        late = {left.pop()} if left else set()
+        return [each for each in begun if (each.topic, each.partition) not in late], leaderless | late
+
+    def fails_once(consumer: Any, positions: Any, *more: Any) -> Any:
+        if not failed and len(positions) == 4:
+            failed.extend(one.partition for one in member.stalled(0))
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+        return check(consumer, positions, *more)
+
+    monkeypatch.setattr(_session, "beginnings", later)
+    monkeypatch.setattr(_session, "require_whole", fails_once)
+    member = place.member(copied(place))
+    with running(member):
+        wait_until(lambda: failed, 60, "the session to fail")
+        place.feed(range(3), partition=0)
+        wait_until(lambda: member.committed == 3, 60, "the next one")
+        assert (failed, member.stalled(0)) == ([1], [])
 
 
 def test_asking_for_leaders_creates_no_topic(monkeypatch):
