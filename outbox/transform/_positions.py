@@ -58,7 +58,8 @@ def committed(
     positions are asked for in vain.
 
     If an answer stays the same, it is taken where the group is new, or where an operator may have set it since a former
-    run. Where this run was further, Kafka has lost the position: it refuses to set back a group with members.
+    run. Where this run was further, Kafka has lost the position: it refuses to set back a group with members. One that
+    was set back while this run had lost its membership is not noticed.
 
     Raises InputLost where it has lost it with its topic, which was created again.
     """
@@ -97,7 +98,7 @@ def committed(
         now = f"at offset {offset}" if offset >= 0 else "without a position"
         then = f"this process had it at {here}"
         if (topic, partition) in lost:
-            then += ", and goes on from there; to read again, set the group back while it has no members"
+            then += ", and goes on from there; to read again, stop all its transformers, set it back, and start them"
         logger.warning("group %s has %s-%d %s, where %s", options["group.id"], topic, partition, now, then)
     return [own[at] if (at := (each.topic, each.partition)) in lost else each for each in found]
 
