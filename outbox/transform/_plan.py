@@ -62,6 +62,7 @@ class Progress:
     positions  of each partition that this run has had, as it last knew it.
     former     the same of earlier runs.
     topic_ids  of the topics that it reads.
+    leaderless since when partitions were seen to have neither a position nor a leader.
     """
 
     batch: int
@@ -70,6 +71,7 @@ class Progress:
     positions: dict[Partition, TopicPartition] = field(default_factory=dict)
     former: dict[Partition, TopicPartition] = field(default_factory=dict)
     topic_ids: dict[str, str] = field(default_factory=dict)
+    leaderless: dict[Partition, float] = field(default_factory=dict)
     watch: Watch = field(default_factory=Watch)
 
     def begin_run(self) -> None:

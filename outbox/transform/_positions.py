@@ -8,12 +8,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.backoff import doubled, jittered
 from outbox._clients.kafka_rules import cut_logs
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Partition
-from outbox.transform._plan import SECONDS, logger
+from outbox.transform._plan import SECONDS, Progress, logger
+from outbox.transform._topics import described
 from outbox.transform.errors import InputLost
 
 _PARTITIONS: Final = "partitions="
@@ -26,6 +28,8 @@ _LASTING: Final = (
     "if that lasts though all brokers are there, restart the group's coordinator: it may wait for the end of a "
     "transaction that it has missed"
 )
+# How far a producer's clock may be behind.
+_SLACK_SECONDS: Final = 5.0
 _POLL_INTERVAL_MS: Final = 300_000  # librdkafka's default
 
 
@@ -39,9 +43,9 @@ def answered(positions: list[TopicPartition]) -> list[TopicPartition]:
 
 def committed(
     consumer: Consumer,
+    kafka: KafkaAdmin,
     partitions: Sequence[TopicPartition],
-    own: Mapping[Partition, TopicPartition],
-    former: Mapping[Partition, TopicPartition],
+    progress: Progress,
     options: Mapping[str, Any],
     stop: threading.Event,
 ) -> list[TopicPartition]:
@@ -53,11 +57,14 @@ def committed(
     second, and what it has not read stays missing until the broker restarts. So does the end of a transaction: then
     positions are asked for in vain.
 
-    If an answer stays the same, it is taken where the group is new, or where an operator may have set it since a
-    ``former`` run. Where this run was further, in ``own``, Kafka has lost the position: it refuses to set back a group
-    with members.
+    If an answer stays the same, it is taken where the group is new, or where an operator may have set it since a former
+    run. Where this run was further, Kafka has lost the position: it refuses to set back a group with members. One that
+    was set back while this run had lost its membership is not noticed.
+
+    Raises InputLost where it has lost it with its topic, which was created again.
     """
-    known = {**former, **own}
+    own = progress.positions
+    known = {**progress.former, **own}
     asked = [TopicPartition(each.topic, each.partition) for each in partitions]
     interval_seconds = int(options.get("max.poll.interval.ms", _POLL_INTERVAL_MS)) / 1000
     before: dict[Partition, int] = {}
@@ -80,14 +87,19 @@ def committed(
             break
         stop.wait(jittered(doubled(attempts, 0.1, 1.0)))
         attempts += 1
+    lost = own.keys() & doubtful.keys()
+    if topics := {topic for topic, _ in lost}:
+        ids = {topic: str(found.topic_id) for topic, found in described(kafka, topics).items()}
+        if gone := topics - ids.keys():
+            raise KafkaException(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART, f"{min(gone)} is gone"))
+        require_same_topics(ids, progress.topic_ids, options["group.id"])
     for topic, partition in sorted(known.keys() & doubtful.keys()):
         offset, here = doubtful[topic, partition], known[topic, partition].offset
         now = f"at offset {offset}" if offset >= 0 else "without a position"
         then = f"this process had it at {here}"
-        if (topic, partition) in own:
-            then += ", and goes on from there; to read again, set the group back while it has no members"
+        if (topic, partition) in lost:
+            then += ", and goes on from there; to read again, stop all its transformers, set it back, and start them"
         logger.warning("group %s has %s-%d %s, where %s", options["group.id"], topic, partition, now, then)
-    lost = own.keys() & doubtful.keys()
     return [own[at] if (at := (each.topic, each.partition)) in lost else each for each in found]
 
 
@@ -184,12 +196,16 @@ def _is_away(error: KafkaError) -> bool:
 
 
 def beginnings(
-    consumer: Consumer, producer: Producer, positions: Sequence[TopicPartition], start: str, group: str
+    consumer: Consumer,
+    kafka: KafkaAdmin,
+    positions: Sequence[TopicPartition],
+    since: Mapping[Partition, float],
+    start: str,
+    group: str,
 ) -> tuple[list[TopicPartition], set[Partition]]:
     """Return where partitions without a position begin, and those that have no leader to say it.
 
-    producer  is asked for metadata: ``list_topics`` of the consumer, in a callback of its ``poll``, would leave nothing
-              for the next callback of that ``poll`` to find its thread by, and the process would abort.
+    since  when those had none that have had none before.
 
     Raises InputLost if there are to be none without a position.
     """
@@ -197,58 +213,66 @@ def beginnings(
         raise InputLost(f"group {group!r} has no position in {positions[0].topic}-{positions[0].partition}")
     begun: list[TopicPartition] = []
     leaderless: set[Partition] = set()
-    led = {topic: _led(producer, topic, SECONDS) for topic in {each.topic for each in positions}}
+    wanted = {each.topic for each in positions}
+    topics = described(kafka, wanted)
+    led = _led(topics)
     for each in positions:
         try:
             # Otherwise librdkafka waits for a leader, of each such partition anew.
-            if (each.topic, each.partition) in led[each.topic]:
-                begun.append(_beginning(consumer, producer, each, start, group))
+            if (at := (each.topic, each.partition)) in led:
+                number = len(topics[each.topic].partitions)
+                begun.append(_beginning(consumer, each, number, since.get(at), start, group))
                 continue
         except KafkaException as error:
             if not _is_away(error.args[0]):
                 raise
-            led[each.topic] = _led(producer, each.topic, SECONDS)
+            topics = described(kafka, wanted)
+            led = _led(topics)
         logger.info("group %s waits for a leader of %s-%d, to begin there", group, each.topic, each.partition)
         leaderless.add((each.topic, each.partition))
     return begun, leaderless
 
 
-def has_leader(producer: Producer, partitions: Collection[Partition], seconds: float) -> bool:
+def has_leader(kafka: KafkaAdmin, partitions: Collection[Partition], seconds: float) -> bool:
     """Return whether one of these partitions has a leader. Raises KafkaException without an answer."""
-    return any(_led(producer, topic, seconds) & set(partitions) for topic in {topic for topic, _ in partitions})
+    return not _led(described(kafka, {topic for topic, _ in partitions}, seconds)).isdisjoint(partitions)
 
 
-def _led(producer: Producer, topic: str, seconds: float) -> set[Partition]:
-    """Return the partitions of a topic that have leaders."""
-    found = producer.list_topics(topic, seconds).topics[topic].partitions
-    return {(topic, number) for number, one in found.items() if one.leader >= 0}
+def _led(topics: Mapping[str, Any]) -> set[Partition]:
+    """Return the partitions that have leaders, by their topics' descriptions."""
+    return {(topic, one.id) for topic, each in topics.items() for one in each.partitions if one.leader is not None}
 
 
 def _beginning(
-    consumer: Consumer, producer: Producer, position: TopicPartition, start: str, group: str
+    consumer: Consumer, position: TopicPartition, now: int, since: float | None, start: str, group: str
 ) -> TopicPartition:
-    """Return where a partition without a position begins.
+    """Return where a partition without a position begins, in a topic that has ``now`` partitions.
 
     With "latest" that is the end for the partitions that the topic had when the group came to it: a number that
-    stands in the metadata of each of its positions. One that was added later is read from its beginning.
+    stands in the metadata of each of its positions. One that was added later is read from its beginning, and one that
+    had no leader ``since`` a time from what has come since then.
     """
     first, end = consumer.get_watermark_offsets(position, SECONDS, cached=False)
     if start == "earliest":
         return TopicPartition(position.topic, position.partition, first)
-    count = _first_partitions(consumer, producer, position.topic)
+    count = _first_partitions(consumer, position.topic, now)
     offset = end if position.partition < count else first
+    if offset == end and since is not None:
+        asked = TopicPartition(position.topic, position.partition, int((since - _SLACK_SECONDS) * 1000))
+        [found] = answered(consumer.offsets_for_times([asked], SECONDS))
+        # Below 0: nothing has come.
+        offset = found.offset if 0 <= found.offset < end else end
     if offset > first:
         skipped = f"{position.topic}-{position.partition}, and skips what is before offset {offset}"
         logger.warning("group %s has no position in %s", group, skipped)
     return TopicPartition(position.topic, position.partition, offset, f"{_PARTITIONS}{count}")
 
 
-def _first_partitions(consumer: Consumer, producer: Producer, topic: str) -> int:
-    """Return how many partitions a topic had when the group came to it."""
-    count = len(producer.list_topics(topic, SECONDS).topics[topic].partitions)
-    asked = [TopicPartition(topic, number) for number in range(count)]
+def _first_partitions(consumer: Consumer, topic: str, now: int) -> int:
+    """Return how many partitions a topic had when the group came to it, by the positions in those that it has now."""
+    asked = [TopicPartition(topic, number) for number in range(now)]
     positions = answered(consumer.committed(asked, SECONDS))
     known = [position.metadata or "" for position in positions if position.offset >= 0]
     counts = [int(text.removeprefix(_PARTITIONS)) for text in known if re.fullmatch(_PARTITIONS + r"\d+", text)]
     # Positions that other tools have set say nothing of it; but the group has been in the topic.
-    return min(counts, default=0 if known else count)
+    return min(counts, default=0 if known else now)

@@ -14,7 +14,8 @@ TOO_LARGE: Final = frozenset({KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_L
 OF_A_BATCH: Final = TOO_LARGE | frozenset({KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION})
 """What a broker says of a batch: one of its records is at fault, and others may get the same answer."""
 UNFIT: Final = OF_A_BATCH | frozenset(
-    {KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001  a documented name, in spite of the underscore
+    # Documented names, in spite of the underscore.
+    {KafkaError._UNKNOWN_PARTITION, KafkaError.TOPIC_EXCEPTION}  # noqa: SLF001
 )
 """The record itself is at fault: it would be refused each time."""
 
@@ -22,6 +23,11 @@ UNFIT: Final = OF_A_BATCH | frozenset(
 def is_final(error: KafkaError) -> bool:
     """Return whether Kafka refuses a record until its topic, or the rights on it, change."""
     return is_refused(error) or error.code() in MISSING
+
+
+def is_late(error: KafkaError) -> bool:
+    """Return whether a record was not acknowledged in time: its partition has no leader, or a silent one."""
+    return error.code() == KafkaError._MSG_TIMED_OUT  # noqa: SLF001  a documented name, in spite of the underscore
 
 
 def refused(group: str, message: Message, record: Record, reason: KafkaError) -> KafkaRefused:

@@ -33,8 +33,8 @@ from outbox.transform._positions import (
     require_same_topics,
     require_whole,
 )
-from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, refused
-from outbox.transform._topics import MISSING, require_topics
+from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, is_late, refused
+from outbox.transform._topics import MISSING, output_partitions, require_topics
 from outbox.transform.errors import InputLost, TransformFailed, is_refused
 from outbox.transform.records import Record, dead_letter
 
@@ -81,7 +81,8 @@ class Session:
             self._make_producer()
             self._consumer = Consumer({**options, "error_cb": self._clients.hear})
             kafka = admin(options)
-        self._topic_ids, self._static = TopicIds(kafka.describe), StaticGroup(self._plan.group, options, kafka)
+        self._kafka, self._topic_ids = kafka, TopicIds(kafka.describe)
+        self._static = StaticGroup(self._plan.group, options, kafka)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +90,7 @@ class Session:
         self._consumer.close()
         self._purge()
         # They end now, although callbacks and tracebacks may keep this session.
-        del self._consumer, self._producer, self._topic_ids, self._static
+        del self._consumer, self._producer, self._kafka, self._topic_ids, self._static
 
     def _purge(self) -> None:
         # The callback of an undelivered record would keep this session and its clients.
@@ -173,16 +174,18 @@ class Session:
 
     def _go_to_committed(self, partitions: Sequence[TopicPartition]) -> None:
         """Read on from what is committed. Waits for positions in an open transaction to be decided (KIP-447)."""
-        plan, consumer = self._plan, self._consumer
-        own, former = self._progress.positions, self._progress.former
-        found = committed(consumer, partitions, own, former, plan.consumer, self._stop)
+        plan, consumer, now = self._plan, self._consumer, time.time()
+        found = committed(consumer, self._kafka, partitions, self._progress, plan.consumer, self._stop)
         if self._stop.is_set():
             # Otherwise the client assigns them by itself, and reads on.
             self._committed = {}
             consumer.assign([])
             return
         new = [position for position in found if position.offset < 0]
-        begun, self._leaderless = beginnings(consumer, self._producer, new, plan.start, plan.group)
+        known = self._progress.leaderless
+        begun, self._leaderless = beginnings(consumer, self._kafka, new, known, plan.start, plan.group)
+        for partition in self._leaderless:
+            known.setdefault(partition, now)
         found = [position for position in found if position.offset >= 0] + begun
         if begun:
             # Whoever reads on if this member ends before its first transaction has the same beginning: it neither skips
@@ -193,7 +196,10 @@ class Session:
         self._progress.positions |= self._committed
         self._ends.clear()
         consumer.assign(found)
-        self._progress.watch.moved([(each.topic, each.partition) for each in begun])
+        waited = known.keys() & self._committed.keys()
+        self._progress.watch.moved(waited)
+        for partition in waited:
+            del known[partition]
         for partition in self._leaderless:
             self._progress.watch.waits(partition, None)
         self._progress.watch.failed(self._leaderless, "it has no leader")
@@ -208,7 +214,7 @@ class Session:
         """Begin the partitions that had no leader, if one of them has."""
         self._ask_at = time.monotonic() + _LEADER_SECONDS
         try:
-            found = has_leader(self._producer, self._leaderless, _END_SECONDS)
+            found = has_leader(self._kafka, self._leaderless, _END_SECONDS)
         except KafkaException as error:
             logger.info("group %s can't ask for leaders: %s", self._plan.group, error.args[0].str())
             return
@@ -321,7 +327,8 @@ class Session:
                 if is_final(reason):
                     raise refused(self._plan.group, message, record, reason) from error
         # What has waited for a partition that is away has not taken long by itself.
-        if seconds >= self._plan.transaction_seconds and not isinstance(error, NotAcknowledged):
+        away = isinstance(error, NotAcknowledged) or any(is_late(reason) for *_, reason in self._undelivered)
+        if seconds >= self._plan.transaction_seconds and not away:
             self._halve(messages, seconds)
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
             raise error
@@ -435,20 +442,10 @@ class Session:
         self._producer = Producer({**self._plan.producer, **apart, "error_cb": self._clients.hear})
         self._firsts = FirstRecords(
             self._plan.producer["partitioner"],
-            self._partitions,
+            lambda topic: output_partitions(self._producer, topic),
             lambda: self._producer.flush(_POLL_SECONDS),
             self._plan.transaction_seconds,
         )
-
-    def _partitions(self, topic: str) -> tuple[int, list[int]]:
-        """Return how many partitions a topic has, 0 if that is not known, and which of them have a leader."""
-        if topic is None:
-            raise TypeError("the record has no topic")
-        try:
-            found = self._producer.list_topics(topic, SECONDS).topics[topic].partitions
-        except RuntimeError as error:
-            raise ValueError(f"no name of a topic: {error}") from error
-        return len(found), [number for number, one in found.items() if one.leader >= 0]
 
     def _cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
         """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""

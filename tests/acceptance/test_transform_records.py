@@ -130,6 +130,7 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
         (Record(place.target, b"k", bytes(2_000_000)), TransformFailed, "too large"),
         (Record(narrow, b"k", bytes(5_000)), TransformFailed, "too large.*raise max"),
         (Record(place.target, b"k", b"", partition=99), TransformFailed, "Unknown partition"),
+        (Record("Order Events", b"k", b""), TransformFailed, "no name of a topic: .*[Ii]nvalid topic"),
         (Record(outbox_kafka.name("absent"), b"k", b""), KafkaRefused, "can't produce to .*[Uu]nknown topic"),
         ((b"k", b"v"), TransformFailed, "returned a tuple, not a Record"),
         (Record(place.target, b"k", 7), TransformFailed, "TypeError"),

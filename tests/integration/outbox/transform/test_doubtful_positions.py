@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException
+from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, KafkaException, Message
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import TopicPartition
 from kafka_proxy import OFFSET_FETCH, edit_response
@@ -19,7 +19,7 @@ from transform_support import Place, copied, running
 
 from outbox.consumer import topic_ids
 from outbox.testing.fixtures import Topics
-from outbox.transform import InputLost, _positions
+from outbox.transform import InputLost, Record, _positions
 from outbox.transform._session import Session
 
 
@@ -133,6 +133,49 @@ def test_what_an_operator_has_set_is_taken(place, caplog, monkeypatch):
     with running(member):
         wait_until(lambda: member.committed == 16, 60, "the messages from there on")
     assert f"{place.source}-0 at offset 4, where this process had it at 10" in caplog.text
+
+
+def test_its_own_position_is_not_that_of_a_topic_that_was_created_again(place, mortal_network, abort, monkeypatch):
+    """Kafka deletes a group's positions with their topic."""
+    # Only the first look at the id is in time.
+    monkeypatch.setattr(topic_ids, "_SECONDS", 1000.0)
+    monkeypatch.setattr(_positions, "DOUBT_SECONDS", 1.0)
+    place.feed(range(5))
+    began, go_on = threading.Event(), threading.Event()
+
+    def transform(message: Message) -> Iterator[Record]:
+        if abort.is_set():
+            began.set()
+            assert go_on.wait(60)
+        yield from copied(place)(message)
+
+    _, proxy = mortal_network
+    servers, place.options["bootstrap.servers"] = place.options["bootstrap.servers"], proxy.address
+    member = place.member(transform)
+    place.options["bootstrap.servers"] = servers
+    admin = AdminClient(place.options)
+
+    def again() -> None:
+        with running(member) as ended:
+            wait_until(lambda: member.committed == 5, 60, "the messages")
+            wait_until(lambda: member._progress.topic_ids, 60, "the topic's id")
+            abort.set()
+            place.feed(range(5, 6))
+            assert began.wait(60)
+            # It sees the new topic when that has what is at its position.
+            proxy.stop()
+            admin.delete_topics([place.source], operation_timeout=30)[place.source].result(60)
+            wait_until(lambda: place.source not in admin.list_topics(timeout=10).topics, 60, "the topic to go")
+            place.kafka.create_topic(place.source)
+            wait_until(lambda: place.position() == 0, 60, "the position to go")
+            place.feed(range(10, 20))
+            proxy.start()
+            go_on.set()
+            wait_until(lambda: ended.is_set() or place.position(), 60, "its end")
+
+    with pytest.raises(InputLost, match="was deleted and created again"):
+        again()
+    assert (member.committed, place.position()) == (5, 0)
 
 
 def test_a_topic_that_is_created_again_while_it_runs(place, monkeypatch):

@@ -132,14 +132,14 @@ def test_a_record_in_each_transaction_waits_for_none(place, waits):
 
 
 def test_a_topic_whose_partitions_are_not_known_has_one_first_record(place, waits, early, monkeypatch):
-    ask = Session._partitions
+    ask = _session.output_partitions
     asked: list[str] = []
 
-    def unknown_once(session: Session, topic: str) -> tuple[int, list[int]]:
+    def unknown_once(producer: Producer, topic: str) -> tuple[int, list[int]]:
         asked.append(topic)
-        return (0, []) if len(asked) == 1 else ask(session, topic)
+        return (0, []) if len(asked) == 1 else ask(producer, topic)
 
-    monkeypatch.setattr(Session, "_partitions", unknown_once)
+    monkeypatch.setattr(_session, "output_partitions", unknown_once)
     member = fed(place, 20).member(lambda message: [Record(place.target, None, message.value())] * 10, batch=20)
     with running(member):
         wait_until(lambda: member.committed == 20, 60, "the end")

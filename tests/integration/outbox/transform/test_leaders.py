@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 from support import wait_until
 from transform_support import Place, copied, place, running
 
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.transform import InputLost, _session
+from outbox.transform import InputLost, _positions, _session
 
 __all__ = ["place"]
 
@@ -72,6 +74,84 @@ def test_one_that_was_added_and_has_no_leader_disturbs_neither_the_others_nor_th
         wait_until(lambda: member.stalled(0) == [], 60, "nothing to wait")
     assert "a new client goes on" not in caplog.text
     assert sum(map(len, place.come(20).values())) == 20
+
+
+def test_from_the_end_means_from_the_groups_start_where_a_partition_had_no_leader(away, monkeypatch):
+    """What is written before the member hears of the leader is not skipped."""
+    fed = threading.Event()
+    has_leader = _session.has_leader
+    monkeypatch.setattr(_positions, "_SLACK_SECONDS", 0.0)
+    monkeypatch.setattr(_session, "has_leader", lambda *args: fed.is_set() and has_leader(*args))
+    cluster, place = away
+    admin = AdminClient(place.options)
+    with Topics(cluster.bootstrap_servers) as topics, closing(Place(topics, 2)) as other:
+        other.source = place.source
+        cluster.kill_broker(0)
+        wait_until(lambda: leaders(admin, place) == [True, False], 60, "no leader of the second")
+        member = other.member(copied(other), start="latest")
+        with running(member):
+            wait_until(lambda: other.positions()[0].offset == 5, 120, "its beginning in the first")
+            cluster.start_broker(0)
+            wait_until(lambda: leaders(admin, place) == [True, True], 120, "the leader")
+            place.feed(range(15, 20), partition=1)
+            fed.set()
+            wait_until(lambda: other.positions()[1].offset == 10, 120, "its messages")
+        assert member.committed == 5
+        assert sorted(n for numbers in other.come(5).values() for n in numbers) == list(range(15, 20))
+
+
+def test_one_whose_session_fails_as_it_begins_is_not_said_to_stand_still(place, monkeypatch):
+    """Nothing comes in it that would say so."""
+    begin, check = _session.beginnings, _session.require_whole
+    left = [(place.source, 1)]
+    failed: list[int] = []
+
+    def later(*args: Any) -> Any:
+        begun, leaderless = begin(*args)
+        late = {left.pop()} if left else set()
+        return [each for each in begun if (each.topic, each.partition) not in late], leaderless | late
+
+    def fails_once(consumer: Any, positions: Any, *more: Any) -> Any:
+        if not failed and len(positions) == 4:
+            failed.extend(one.partition for one in member.stalled(0))
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+        return check(consumer, positions, *more)
+
+    monkeypatch.setattr(_session, "beginnings", later)
+    monkeypatch.setattr(_session, "require_whole", fails_once)
+    member = place.member(copied(place))
+    with running(member):
+        wait_until(lambda: failed, 60, "the session to fail")
+        place.feed(range(3), partition=0)
+        wait_until(lambda: member.committed == 3, 60, "the next one")
+        assert (failed, member.stalled(0)) == ([1], [])
+
+
+def test_asking_for_leaders_creates_no_topic(monkeypatch):
+    """By default a broker creates what a producer's request for metadata names."""
+    asked: list[bool] = []
+    has_leader = _session.has_leader
+
+    def never(*args: Any) -> bool:
+        asked.append(has_leader(*args))
+        return False
+
+    monkeypatch.setattr(_session, "_LEADER_SECONDS", 0.0)
+    monkeypatch.setattr(_session, "has_leader", never)
+    monkeypatch.setattr(_session, "beginnings", lambda *_: ([], {(place.source, 0)}))
+    with (
+        KafkaCluster(settings={"auto.create.topics.enable": "true"}) as cluster,
+        Topics(cluster.bootstrap_servers) as topics,
+        closing(Place(topics, 1)) as place,
+    ):
+        admin = AdminClient(place.options)
+        with running(place.member(copied(place))):
+            wait_until(lambda: asked, 60, "the first question")
+            admin.delete_topics([place.source], operation_timeout=30)[place.source].result(60)
+            count = len(asked) + 3
+            wait_until(lambda: len(asked) >= count, 60, "more questions")
+        assert place.source not in admin.list_topics(timeout=30).topics
+    assert (asked[0], asked[-1]) == (True, False)
 
 
 def leaders(admin: AdminClient, place: Place) -> list[bool]:

@@ -60,6 +60,11 @@ def test_a_name_that_is_longer_than_librdkafka_takes_is_the_records_fault(sessio
 
 def test_a_partition_of_the_output_that_is_away_makes_no_batch_smaller(session, caplog):
     session._give_up([MESSAGE] * 10, NotAcknowledged(), 30.0)
+    # Where no other record waits for it, it is the commit that fails.
+    timed_out = KafkaException(KafkaError(KafkaError._INCONSISTENT, "", False, False, True))
+    session._undelivered.append((MESSAGE, Record("out", b"k", b""), KafkaError(KafkaError._MSG_TIMED_OUT)))
+    session._give_up([MESSAGE] * 10, timed_out, 31.0)
+    session._undelivered.clear()
     assert session._progress.batch == 10
     assert "longer than transaction_seconds" not in caplog.text
     session._give_up([MESSAGE] * 10, KafkaException(KafkaError(KafkaError._FAIL, "", False, False, True)), 30.0)
