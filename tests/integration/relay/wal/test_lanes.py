@@ -335,6 +335,25 @@ def test_a_locked_lane_loses_no_event_that_was_announced(outboxed, once):
     box.nothing_left()
 
 
+@both
+def test_a_refused_event_of_a_locked_lane_comes_again_before_later_ones_of_its_key(outboxed, once):
+    """It was taken from the stream, and is not recorded."""
+    box = outboxed()
+    box.relay(once=once)
+    box.streams()
+    box.kafka.bad = {"a1"}
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes FOR UPDATE")
+        box.add("b1", "a1", "a2")
+        box.until(lambda: box.seen.errors, "the lock")
+    assert [type(error) for _, error in box.seen.errors] == [LaneLocked]
+    box.kafka.bad = set()
+    box.add("a3")
+    box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    assert (box.kafka.names("a"), box.kafka.names("b")) == (["a1", "a2", "a3"], ["b1"])
+    box.nothing_left()
+
+
 def test_a_turn_holds_no_more_than_its_bytes_and_all_lanes_have_theirs(outboxed):
     """Rows of 40 KB; the turn may hold 200 KB."""
     box = outboxed(2)
