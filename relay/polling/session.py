@@ -19,7 +19,7 @@ from psycopg.types.json import set_json_loads
 from outbox._clients.pipeline import pipeline
 from outbox.errors import OutboxError
 from relay.core.lease import Lease
-from relay.core.ports import Batches, Claim, DatabaseUnavailable, UnsettledBatch
+from relay.core.ports import Batches, Claim, DatabaseUnavailable, LaneLocked, UnsettledBatch
 from relay.database import begin_session, unavailable_on_error
 from relay.polling.kept_marks import Server
 from relay.polling.low_water_mark import Marks
@@ -162,16 +162,23 @@ class Session:
     def settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:
         """Settle what is pending of a lane, and call ``more`` in the same transaction.
 
-        Returns the reason if the lane is not held; then nothing was done.
+        Returns the reason unless ``more`` was called and that is committed. What is pending may be settled all the
+        same.
         """
         settlement = self.settlement
-        with self.transaction(settlement.lanes[lane].lease, doing):
-            sent = settlement.send([lane], by_number=True)
-            if sent.cursor.rowcount:
-                more()
-        # Not before the commit: a rollback would not renew the lease.
-        with unavailable_on_error(doing):
-            return settlement.answered(sent).get(lane)
+        for _ in range(2):
+            with self.transaction(settlement.lanes[lane].lease, doing):
+                sent = settlement.send([lane], by_number=True)
+                held = sent.cursor.rowcount > 0
+                if held:
+                    more()
+            # Not before the commit: a rollback would not renew the lease.
+            with unavailable_on_error(doing):
+                error = settlement.answered(sent).get(lane)
+            if held or error is not None:
+                return error
+            # A renewal had locked the lane's row, and it is settled without ``more``.
+        return LaneLocked(lane)
 
     def close(self) -> None:
         self.ahead = None

@@ -12,8 +12,10 @@ from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
 from outbox._clients.search_path import PinnedConnection
+from outbox.errors import OutboxError
 from relay.core import lane as core_lane
 from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, Unavailable
+from relay.settle.settlement import RunningStatement, Settlement
 from relay.wal import session
 from relay.wal import source as wal_source
 from relay.wal.lane import CatchingUp, StreamLane, StreamLanes
@@ -352,6 +354,27 @@ def test_a_refused_event_of_a_locked_lane_comes_again_before_later_ones_of_its_k
     box.until(lambda: backlog(box.url) == 0, "all to be settled")
     assert (box.kafka.names("a"), box.kafka.names("b")) == (["a1", "a2", "a3"], ["b1"])
     box.nothing_left()
+
+
+@both
+def test_a_lane_that_is_locked_for_a_moment_leaves_the_stream_with_its_refused_event(outboxed, monkeypatch, once):
+    """It can be settled by the second try: what belongs to it must not be forgotten."""
+    box = outboxed()
+    box.relay(once=once)
+    box.streams()
+    box.kafka.bad = {"a1"}
+    answered = Settlement.answered
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes FOR UPDATE")
+
+        def unlocked(self: Settlement, sent: RunningStatement) -> dict[int, OutboxError]:
+            other.rollback()
+            return answered(self, sent)
+
+        monkeypatch.setattr(Settlement, "answered", unlocked)
+        box.add("a1", "b1")
+        box.until(lambda: box.kafka.names("b"), "the other key")
+    assert (box.streaming(), box.failed(), box.seen.errors) == (False, ["a"], [])
 
 
 def test_a_turn_holds_no_more_than_its_bytes_and_all_lanes_have_theirs(outboxed):
