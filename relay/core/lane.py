@@ -124,6 +124,14 @@ class Lanes(dict[int, Lane]):
         """Return those that may be published, unless they are paused."""
         return [number for number, lane in self.items() if lane.joined and lane.lease.secure]
 
+    def outlast(self, numbers: Collection[int], seconds: float) -> bool:
+        """Return whether the leases of these lanes last longer.
+
+        Avoids repeats, and proves nothing: others take lanes before their leases end when a session in Postgres has
+        ended (relay/lanes.py). Then the epoch and the fencing decide.
+        """
+        return all(self[number].lease.remaining_seconds > seconds for number in numbers)
+
     def absent(self) -> list[int]:
         """Return those that could not be taken over for long."""
         return [number for number, lane in self.items() if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)]

@@ -14,7 +14,7 @@ from outbox import Event, Outbox
 from outbox._clients.search_path import PinnedConnection
 from outbox.errors import OutboxError
 from relay.core import lane as core_lane
-from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, Unavailable
+from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, StandingError, Unavailable
 from relay.settle.settlement import RunningStatement, Settlement
 from relay.wal import session
 from relay.wal import source as wal_source
@@ -375,6 +375,25 @@ def test_a_lane_that_is_locked_for_a_moment_leaves_the_stream_with_its_refused_e
         box.add("a1", "b1")
         box.until(lambda: box.kafka.names("b"), "the other key")
     assert (box.streaming(), box.failed(), box.seen.errors) == (False, ["a"], [])
+
+
+@both
+def test_a_refused_event_that_can_not_be_recorded_stops_no_other_lane(outboxed, once):
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.relay(attempts=1, once=once)
+    box.streams()
+    box.admin.execute("ALTER TABLE outbox.dead_letters ADD CONSTRAINT mine CHECK (lane <> 0)")
+    box.kafka.bad = {f"{slow}1"}
+    box.add(f"{slow}1", f"{slow}2", f"{quick}1")
+    box.until(lambda: len(box.seen.errors) >= 3, "the error again")
+    assert box.kafka.names() == [f"{quick}1"]
+    assert {(tuple(lanes), type(error)) for lanes, error in box.seen.errors} == {((0,), StandingError)}
+    assert (len(box.sources), box.streaming(1)) == (1, True)
+    box.kafka.bad = set()
+    box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    assert box.kafka.names(slow) == [f"{slow}1", f"{slow}2"]
+    box.nothing_left()
 
 
 def test_a_turn_holds_no_more_than_its_bytes_and_all_lanes_have_theirs(outboxed):
