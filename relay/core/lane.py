@@ -103,6 +103,10 @@ class Lanes(dict[int, Lane]):
         for number in self.keys() & numbers:
             self[number].unsettled = NOTHING
 
+    def succeeded(self, numbers: Collection[int]) -> list[int]:
+        """Record a success of these lanes. Returns those that had failed."""
+        return [number for number in numbers if number in self and self[number].backoff.succeeded()]
+
     def to_settle(self, *, last: bool) -> list[Lane]:
         """Return those that are due to be settled again, first those that failed longest ago.
 

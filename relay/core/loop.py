@@ -162,6 +162,9 @@ class WorkerLoop:
         paused = {number for number in ready if self._pauses.obeyed.holds(number)}
         source.go_on_without(self.lanes.absent())
         quiet = self._pause(source, paused)
+        # They do not fail, whatever becomes of the others: a pause leaves a relay ready.
+        if back := self.lanes.succeeded(quiet):
+            self._observer.recovered(back)
         limits = self._sizes.limits([number for number in ready if number not in paused])
         self._observer.turn_limits(*self._sizes.most)
         if not limits:
@@ -397,7 +400,7 @@ class WorkerLoop:
     def _succeeded(self, healthy: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Other lanes may still wait."""
         self.failing_since, self.has_succeeded = None, True
-        back = [number for number in healthy if number in self.lanes and self.lanes[number].backoff.succeeded()]
+        back = self.lanes.succeeded(healthy)
         if self._backoff.succeeded():
             back = [number for number, lane in self.lanes.items() if not lane.backoff.failures]
         if back:
