@@ -211,7 +211,8 @@ class WorkerLoop:
             }
             if not batches:
                 continue
-            if of_retried and len(batches) < len(fetched.batches) and not self.lanes.outlast(batches, self._settings.delivery_seconds):
+            second = of_retried and len(batches) < len(fetched.batches)
+            if second and not self.lanes.outlast(batches, self._settings.delivery_seconds):
                 # The next fetch renews the leases.
                 self._retries_apart = False
                 break

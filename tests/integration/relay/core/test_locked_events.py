@@ -81,7 +81,8 @@ def test_a_refused_event_that_can_not_be_recorded_stops_no_other_lane(outbox_pos
         receipts = {}
         for lane, claims in batches.items():
             good = [claim for claim in claims if claim.position != bad]
-            receipts[lane] = Receipt(UnsettledBatch(good), [(claim, "bad") for claim in claims if claim.position == bad])
+            refused = [(claim, "bad") for claim in claims if claim.position == bad]
+            receipts[lane] = Receipt(UnsettledBatch(good), refused)
             sent.update(claim.position for claim in good)
         return Completed(receipts)
 
