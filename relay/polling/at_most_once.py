@@ -73,6 +73,7 @@ class AtMostOnceSource(PollingSource):
         **options: Any,
     ) -> None:
         super().__init__(connect, schema, failures, overlap=False, **options)
+        self.settlement.settles_first = True
         self._on_lost = on_lost
         self._is_held = held
         self._sent: dict[int, int] = {}
