@@ -103,6 +103,10 @@ class Lanes(dict[int, Lane]):
         for number in self.keys() & numbers:
             self[number].unsettled = NOTHING
 
+    def succeeded(self, numbers: Collection[int]) -> list[int]:
+        """Record a success of these lanes. Returns those that had failed."""
+        return [number for number in numbers if number in self and self[number].backoff.succeeded()]
+
     def to_settle(self, *, last: bool) -> list[Lane]:
         """Return those that are due to be settled again, first those that failed longest ago.
 
@@ -123,6 +127,14 @@ class Lanes(dict[int, Lane]):
     def ready(self) -> list[int]:
         """Return those that may be published, unless they are paused."""
         return [number for number, lane in self.items() if lane.joined and lane.lease.secure]
+
+    def outlast(self, numbers: Collection[int], seconds: float) -> bool:
+        """Return whether the leases of these lanes last longer.
+
+        Avoids repeats, and proves nothing: others take lanes before their leases end when a session in Postgres has
+        ended (relay/lanes.py). Then the epoch and the fencing decide.
+        """
+        return all(self[number].lease.remaining_seconds > seconds for number in numbers)
 
     def absent(self) -> list[int]:
         """Return those that could not be taken over for long."""

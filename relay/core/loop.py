@@ -162,6 +162,9 @@ class WorkerLoop:
         paused = {number for number in ready if self._pauses.obeyed.holds(number)}
         source.go_on_without(self.lanes.absent())
         quiet = self._pause(source, paused)
+        # They do not fail, whatever becomes of the others: a pause leaves a relay ready.
+        if back := self.lanes.succeeded(quiet):
+            self._observer.recovered(back)
         limits = self._sizes.limits([number for number in ready if number not in paused])
         self._observer.turn_limits(*self._sizes.most)
         if not limits:
@@ -208,7 +211,8 @@ class WorkerLoop:
             }
             if not batches:
                 continue
-            if of_retried and len(batches) < len(fetched.batches) and not self._outlast_a_publish(batches):
+            second = of_retried and len(batches) < len(fetched.batches)
+            if second and not self.lanes.outlast(batches, self._settings.delivery_seconds):
                 # The next fetch renews the leases.
                 self._retries_apart = False
                 break
@@ -224,12 +228,6 @@ class WorkerLoop:
             if publisher is not self._publisher or not isinstance(sent, Completed):
                 break
         return seconds
-
-    def _outlast_a_publish(self, lanes: Collection[int]) -> bool:
-        # Avoids repeats, and proves nothing: others take lanes before their leases end when a session in Postgres
-        # has ended (relay/lanes.py). Then the epoch and the fencing decide.
-        left_seconds = min(self.lanes[number].lease.remaining_seconds for number in lanes)
-        return left_seconds > self._settings.delivery_seconds
 
     def _conclude(
         self, sent: Sent, source: Source, batches: Batches, healthy: set[int], settling: set[int], *, narrow: bool
@@ -308,10 +306,9 @@ class WorkerLoop:
             if number not in self.lanes:
                 continue
             failed = settle_again(self._source, lane)
-            # The others may wait for locks as well: one in a turn.
-            cut_short = isinstance(failed.get(number), StatementCutShort) and not last
-            self._handle_failed(failed, pause_after_lock(lane, time.monotonic() - began) if cut_short else 0.0)
-            if cut_short:
+            self._handle_failed(failed, time.monotonic() - began)
+            if isinstance(failed.get(number), StatementCutShort) and not last:
+                # The others may wait for locks as well: one in a turn.
                 break
         return self._source
 
@@ -346,8 +343,11 @@ class WorkerLoop:
         self._handle_failed(failed)
         return [number for number in lanes if number not in failed]
 
-    def _handle_failed(self, failed: Mapping[int, OutboxError], least_seconds: float = 0.0) -> None:
-        """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
+    def _handle_failed(self, failed: Mapping[int, OutboxError], waited_seconds: float = 0.0) -> None:
+        """Handle failed lanes: drop those that another relay has taken, and retry the others later.
+
+        ``waited_seconds``: how long those have waited that waited for a lock.
+        """
         by_text: dict[str, list[tuple[OutboxError, int, float]]] = {}
         for number, error in failed.items():
             if (lane := self.lanes.get(number)) is None:
@@ -357,7 +357,8 @@ class WorkerLoop:
                 self._observer.unavailable([number], error, 0.0)
                 self._drop(number, clean=False, lost=True)
                 continue
-            delay = lane.backoff.failed(least_seconds)
+            cut_short = isinstance(error, StatementCutShort)
+            delay = lane.backoff.failed(pause_after_lock(lane, waited_seconds) if cut_short else 0.0)
             by_text.setdefault(str(error), []).append((error, number, delay))
         for same in by_text.values():
             errors, numbers, delays = zip(*same, strict=True)
@@ -376,7 +377,9 @@ class WorkerLoop:
                 lane.unsettled = lane.unsettled.then(receipt.published) if number in settling else receipt.published
         # Before they are settled: if that fails, they are settled again without a receipt.
         self._report_published(sent.receipts)
+        began = time.monotonic()
         failed = source.settle(sent.receipts)
+        waited_seconds = time.monotonic() - began
         for number in settling:
             if number not in failed and (known := self.lanes.get(number)) is not None:
                 known.unsettled = published.get(number, NOTHING)
@@ -388,7 +391,7 @@ class WorkerLoop:
             failed = {**failed, **source.flush(list(sent.receipts))}
             self.lanes.note_settled(sent.receipts.keys() - failed.keys())
             self._close_publisher()
-        self._handle_failed(failed)
+        self._handle_failed(failed, waited_seconds)
         return failed
 
     def _report_published(self, receipts: Mapping[int, Receipt]) -> None:
@@ -398,7 +401,7 @@ class WorkerLoop:
     def _succeeded(self, healthy: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Other lanes may still wait."""
         self.failing_since, self.has_succeeded = None, True
-        back = [number for number in healthy if number in self.lanes and self.lanes[number].backoff.succeeded()]
+        back = self.lanes.succeeded(healthy)
         if self._backoff.succeeded():
             back = [number for number, lane in self.lanes.items() if not lane.backoff.failures]
         if back:

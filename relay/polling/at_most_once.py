@@ -20,7 +20,8 @@
 |                                               | are not read again. Each of them that can't be is a dead letter   |
 | the broker refuses a request                  | each event in it is a dead letter: it does not say which is at    |
 |                                               | fault; later ones of their keys may be on Kafka by then           |
-| Postgres is down when a dead letter is kept   | it is lost, and counted                                           |
+| Postgres is down when a dead letter is kept,  | it is lost, and counted; those of the other lanes are kept if     |
+| or refuses it                                 | they can be                                                       |
 | an event's topic is paused, missing, or is    | its row stays, and it is not read again before that ends          |
 | known not to take messages                    |                                                                   |
 | Kafka can't be asked for a topic              | nothing is deleted                                                |
@@ -36,7 +37,17 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from outbox.errors import OutboxError, SchemaError
-from relay.core.ports import NOTHING, Batches, Claim, Fetched, Receipt, Unavailable, UnsettledBatch, kind_of
+from relay.core.ports import (
+    NOTHING,
+    Batches,
+    Claim,
+    Fetched,
+    Receipt,
+    StatementCutShort,
+    Unavailable,
+    UnsettledBatch,
+    kind_of,
+)
 from relay.database import unavailable_on_error
 from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
@@ -62,6 +73,7 @@ class AtMostOnceSource(PollingSource):
         **options: Any,
     ) -> None:
         super().__init__(connect, schema, failures, overlap=False, **options)
+        self.settlement.settles_first = True
         self._on_lost = on_lost
         self._is_held = held
         self._sent: dict[int, int] = {}
@@ -88,23 +100,30 @@ class AtMostOnceSource(PollingSource):
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         """Keep refused events as dead letters, and count lost ones: their rows are deleted already."""
         sent, self._sent = self._sent, {}
+        failed: dict[int, OutboxError] = {}
+        problem: Unavailable | None = None
         for lane, receipt in receipts.items():
-            count = sent.pop(lane, 0)
+            count, kept = sent.pop(lane, 0), receipt.count
             if refused := receipt.refused:
                 try:
                     with unavailable_on_error(f"keeping dead letters of lane {lane}"):
                         self._failures.bury(self.connection, lane, refused)
-                except (Unavailable, SchemaError):
-                    # Their rows are deleted, so they are lost.
-                    self._on_lost(lane, count - len(receipt.published.rows))
-                    self._lose(sent)
-                    raise
-                for claim, _ in refused:
-                    self._on_dead(lane, claim)
-            if count > receipt.count:
-                self._on_lost(lane, count - receipt.count)
+                except (Unavailable, SchemaError) as error:
+                    # Their rows are deleted, so they are lost. Those of the other lanes may not be.
+                    kept = len(receipt.published.rows)
+                    if isinstance(error, SchemaError | StatementCutShort):
+                        failed[lane] = error
+                    else:
+                        problem = problem or error
+                else:
+                    for claim, _ in refused:
+                        self._on_dead(lane, claim)
+            if count > kept:
+                self._on_lost(lane, count - kept)
         self._lose(sent)
-        return {}
+        if problem is not None:
+            raise problem
+        return failed
 
     def close(self) -> None:
         self._lose(self._sent)

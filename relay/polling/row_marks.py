@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from hashlib import sha256
 from typing import Final
 
@@ -71,8 +70,7 @@ class RowMarks:
             "marks": array([marks[lease.lane][0] for lease in changed]),
             "mark_failures": [marks[lease.lane][1] for lease in changed],
         }
-        # Behind a pooler a statement alone is a pipeline with its settings, and would lock the rows until the Sync.
-        with self._session.connection.transaction() if self._session.pooled else nullcontext():
+        with self._session.one_write():
             if self._session.pooled:
                 self._session.accept(Server(*self._session.rows(SERVER)[0]))
             rows = self._session.rows(self._queries.keep_marks, **values)

@@ -6,8 +6,9 @@ next one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, LiteralString, NamedTuple
 
@@ -17,9 +18,9 @@ from psycopg import sql
 from psycopg.types.json import set_json_loads
 
 from outbox._clients.pipeline import pipeline
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import Lease
-from relay.core.ports import Batches, Claim, DatabaseUnavailable, UnsettledBatch
+from relay.core.ports import Batches, Claim, DatabaseUnavailable, LaneLocked, StatementCutShort, UnsettledBatch
 from relay.database import begin_session, unavailable_on_error
 from relay.polling.kept_marks import Server
 from relay.polling.low_water_mark import Marks
@@ -126,6 +127,7 @@ class Session:
         )
         self.ahead: TurnPlan | None = None
         self._server: Server | None = None
+        self._no_waits_until = 0.0
 
     def accept(self, server: Server) -> Server:
         """Return the server. Raises DatabaseUnavailable if it is not the one before, later.
@@ -159,19 +161,50 @@ class Session:
                 self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             yield
 
+    @contextmanager
+    def one_write(self) -> Iterator[None]:
+        """Let one statement lock rows, behind a pooler too.
+
+        There it needs a transaction: alone it is a pipeline with its settings, and Postgres waits for a pipeline's Sync
+        for as long as the relay sleeps, with the rows locked.
+        """
+        with self.connection.transaction() if self.pooled else nullcontext():
+            yield
+
     def settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:
         """Settle what is pending of a lane, and call ``more`` in the same transaction.
 
-        Returns the reason if the lane is not held; then nothing was done.
+        Returns the reason unless ``more`` was called and that is committed. What is pending may be settled all the
+        same. Raises only what concerns all lanes.
         """
+        began = time.monotonic()
+        if began < self._no_waits_until:
+            # Each of them might wait as long, and so would all the rest.
+            return DatabaseUnavailable(f"Postgres, {doing}: not tried, as another lane has just waited for a lock")
+        try:
+            return self._settle_with(lane, doing, more)
+        except StatementCutShort as error:
+            now = time.monotonic()
+            self._no_waits_until = now + (now - began)
+            return error
+        except SchemaError as error:
+            return error
+
+    def _settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:
         settlement = self.settlement
-        with self.transaction(settlement.lanes[lane].lease, doing):
-            sent = settlement.send([lane], by_number=True)
-            if sent.cursor.rowcount:
-                more()
-        # Not before the commit: a rollback would not renew the lease.
-        with unavailable_on_error(doing):
-            return settlement.answered(sent).get(lane)
+        for _ in range(2):
+            with self.transaction(settlement.lanes[lane].lease, doing):
+                sent = settlement.send([lane], by_number=True)
+                held = sent.cursor.rowcount > 0
+                if held:
+                    more()
+            # Not before the commit: a rollback would not renew the lease.
+            with unavailable_on_error(doing):
+                error = settlement.answered(sent).get(lane)
+            if held or error is not None:
+                return error
+            # A renewal had locked the lane's row, and it is settled without ``more``.
+        return LaneLocked(lane)
 
     def close(self) -> None:
         self.ahead = None

@@ -82,7 +82,7 @@ class RowTakeover:
         given = [markers[lane] for lane in asked]
         self._session.free()
         try:
-            with unavailable_on_error("taking lanes over"):
+            with unavailable_on_error("taking lanes over"), self._session.one_write():
                 rows = self._session.rows(
                     self._queries.adopt_settled,
                     **lease_values(list(asked.values())),

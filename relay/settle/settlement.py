@@ -171,6 +171,8 @@ class Settlement:
         self._pooled = pooled
         self.statements = SettlingStatements(schema, archive=archive)
         self.lanes: dict[int, SettledLane] = {}
+        self.settles_first = False
+        """Whether what is pending is published only once it is settled (at-most-once)."""
 
     def hold(self, lease: Lease) -> None:
         self.lanes[lease.lane] = SettledLane(lease)
@@ -344,7 +346,9 @@ class Settlement:
         held = self.lanes[lane]
         text = f"lane {lane}: epoch {held.lease.epoch} of {held.lease.owner} is over, another relay has taken the lane"
         unsettled = len(held.pending.rows) if held.pending.number is None else 0
-        if unsettled:
+        if unsettled and self.settles_first:
+            text += f"; it publishes the {counted(unsettled, 'event')} just read here"
+        elif unsettled:
             text += f"; the {counted(unsettled, 'event')} just published will be published again by it"
         return LaneLost(text)
 

@@ -32,14 +32,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import psycopg
 import structlog
 from psycopg import sql
 
-from relay.database import begin_session, execute_again_if_left, unavailable_on_error
-from relay.settle.statements import names_of
+from relay.database import begin_session, unavailable_on_error
+from relay.settle.statements import NOT_DELETED, names_of
 
 log = structlog.get_logger("relay")
 
@@ -132,6 +133,7 @@ class ScheduledEvents:
         self._lock = f"outbox scheduled {schema}"
         self._due = due
         self._connection: psycopg.Connection[Any] | None = None
+        self._pooled = False
 
     def look(self) -> None:
         seconds = self._due.seconds
@@ -143,7 +145,7 @@ class ScheduledEvents:
             with unavailable_on_error("moving scheduled events"):
                 if self._connection is None:
                     self._connection = self._connect()
-                    begin_session(self._connection)
+                    self._pooled = not begin_session(self._connection)
                 moved = self._move(self._connection)
         except BaseException:
             self.close()
@@ -168,7 +170,16 @@ class ScheduledEvents:
         return total
 
     def _one(self, connection: psycopg.Connection[Any], query: sql.Composed, **values: Any) -> Any:
-        cursor = connection.cursor()
-        execute_again_if_left(cursor, query, values)
-        (row,) = cursor.fetchall()
+        try:
+            return self._once(connection, query, values)
+        except psycopg.DataError as error:
+            if NOT_DELETED not in str(error):
+                raise
+            # Another session may have changed these rows meanwhile.
+            return self._once(connection, query, values)
+
+    def _once(self, connection: psycopg.Connection[Any], query: sql.Composed, values: dict[str, Any]) -> Any:
+        # Behind a pooler a statement alone is a pipeline with its settings, and would keep its locks until the Sync.
+        with connection.transaction() if self._pooled else nullcontext():
+            (row,) = connection.execute(query, values).fetchall()
         return row

@@ -221,7 +221,9 @@ class StreamReader:
         if settled:
             # Not in the pipeline: it would lock the lanes' rows until the Sync, which is another message to the server.
             failpoint("batch.settling")
-            failed |= self._settlement.answered(self._settlement.send(settled))
+            with self._settlement.one_session(settled):
+                sent = self._settlement.send(settled)
+            failed |= self._settlement.answered(sent)
             failpoint("batch.settled")
         rows: dict[int, dict[int, Sequence[Any]]] = {}
         cuts: dict[int, int] = {}

@@ -170,7 +170,8 @@ class StreamLanes(dict[int, StreamLane]):
     def set_state(self, lanes: Sequence[StreamLane], state: Streaming | InTable, query: sql.Composed) -> bool:
         """Record the lanes' state. Returns whether that of all."""
         values = {"streaming": isinstance(state, Streaming), **lease_values([lane.lease for lane in lanes])}
-        with unavailable_on_error(f"recording the state of {lanes_text([lane.lease.lane for lane in lanes])}"):
+        doing = f"recording the state of {lanes_text([lane.lease.lane for lane in lanes])}"
+        with unavailable_on_error(doing), self.table.session.one_write():
             done = {row[0] for row in self.table.connection.execute(query, values)}
         for lane in lanes:
             if lane.lease.lane in done:

@@ -273,12 +273,14 @@ class StreamSource(Source):
         except BaseException:
             settled.pending = before
             raise
+        assert lane.channel is not None
         if error is not None:
             settled.pending = before
+            # Refused events come again, before later ones of their keys.
+            lane.channel.rewind()
             return error
         lane.state = InTable()
         self._table.reader.read_all_again(number)
-        assert lane.channel is not None
         lane.channel.done(_positions(batch))
         for claim in dead:
             self._on_dead(number, claim)

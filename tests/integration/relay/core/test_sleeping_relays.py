@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import struct
 import termios
+from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -21,8 +22,11 @@ from proxy import Connection
 from stream_bench import outboxed
 from support import wait_until
 
+from outbox import Event, Outbox
 from outbox._clients.search_path import PinnedConnection
+from relay.database import Connector
 from relay.polling.kept_marks import KeptMarks
+from relay.tasks.scheduled import NextDue, ScheduledEvents
 
 __all__ = ["lanes", "outboxed"]
 
@@ -33,8 +37,14 @@ WAITING = (
 )
 
 
+ADVISORY = (
+    "SELECT l.objid FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid) WHERE l.locktype = 'advisory' "
+    "AND a.application_name = %s AND a.datname = current_database()"
+)
+
+
 class Halting(Counting):
-    """Looks for locked lanes wherever a client has sent statements without the Sync that ends them."""
+    """Looks for locked lanes and advisory locks, wherever a client has sent statements without their Sync."""
 
     def __init__(self, url: str, name: str, database: str, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(url)
@@ -61,6 +71,7 @@ class Halting(Counting):
             self.looks += 1
             free = self._ask("SELECT lane FROM outbox.lanes FOR UPDATE SKIP LOCKED")
             self.locked += set(self._ask("SELECT lane FROM outbox.lanes")) - set(free)
+            self.locked += self._ask(ADVISORY, self._name)
 
     def _ask(self, query: str, *values: object) -> list[Any]:
         return self._admin.execute(query, values).fetchall()
@@ -110,7 +121,10 @@ def test_a_relay_behind_a_pooler(outbox_postgres, lanes, monkeypatch):
     with PgBouncer(database, size=4) as pooler, Halting(pooler.url, "test", database, monkeypatch) as halting:
         source = polling(halting.url, kept=KeptMarks())
         assert source.session.pooled
-        with OneLane(source, taken(lanes)) as one:
+        lease = taken(lanes)
+        with OneLane(source, lease) as one:
+            assert source.store.identity([lease])[1] == {}
+            assert source.store.adopt_settled([lease], {lease.lane: None}, "mine").keys() == {lease.lane}
             for name in "abc":
                 add(outbox_postgres, name)
                 claims = one.fetch(10)
@@ -119,7 +133,15 @@ def test_a_relay_behind_a_pooler(outbox_postgres, lanes, monkeypatch):
             assert one.fetch(10) == []
             reader = source.reader
             reader._row_marks.keep("this", list(reader._lanes.values()), {one.lane: 3})
+        with outbox_postgres.connect() as writer:
+            ((now,),) = writer.execute("SELECT now()").fetchall()
+            Outbox().add(writer, Event("Order", "d", "d1"), not_before=now)
+        due = NextDue()
+        due.set(0.0)
+        with closing(ScheduledEvents(Connector(halting.url, "test"), "outbox", due)) as scheduled:
+            scheduled.look()
     with outbox_postgres.connect() as admin:
+        assert admin.execute("SELECT aggregate_id FROM outbox.events").fetchall() == [("d",)]
         assert admin.execute("SELECT low_water_mark FROM outbox.lanes").fetchall() == [(3,)]
     assert halting.looks > 3
     assert halting.locked == []

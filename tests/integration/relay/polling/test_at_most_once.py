@@ -11,7 +11,7 @@ from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
 from relay import database
-from relay.core.ports import BrokerUnavailable, Claim, Receipt, StatementCutShort, UnsettledBatch
+from relay.core.ports import BrokerUnavailable, Claim, LaneLost, Receipt, StatementCutShort, UnsettledBatch
 from relay.operations.dead_letters import Selection
 
 __all__ = ["lane"]
@@ -139,6 +139,15 @@ def test_at_most_once_what_postgres_has_refused_to_delete_is_not_lost(lane, monk
     assert (lane.lost, backlog(lane.database.url)) == ([], 2)
     with lane.deleting_source() as source:
         assert [name(claim) for claim in source.fetch(10)] == ["a1", "b1"]
+
+
+def test_at_most_once_a_lost_lane_is_not_said_to_have_published_what_was_read(lane):
+    source = lane.deleting_source()
+    lane.add("a1", "b1")
+    lane.admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1")
+    with pytest.raises(LaneLost, match=r"has taken the lane; it publishes the 2 events just read here$"):
+        source.fetch(10)
+    assert (lane.lost, backlog(lane.database.url)) == ([], 2)
 
 
 def test_at_most_once_what_may_be_deleted_is_counted_as_lost(lane):

@@ -15,7 +15,7 @@ from takeover_support import LANES, place
 
 from outbox import Event, Outbox
 from outbox._app.settings import FailureSettings
-from relay.core.ports import Completed, DatabaseUnavailable, Receipt, StandingError, UnsettledBatch
+from relay.core.ports import Claim, Completed, DatabaseUnavailable, Receipt, StandingError, UnsettledBatch
 from relay.database import Connector
 from relay.kafka.routing import Router
 from relay.polling.at_most_once import AtMostOnceSource
@@ -131,10 +131,14 @@ ALL = dict.fromkeys(range(4), 1000)
 KEEP_LANE = KEEP("events").replace("RETURN NULL", "RETURN CASE WHEN old.lane <> 1 THEN old END")
 
 
+def all_published(claims: Sequence[Claim]) -> Receipt:
+    return Receipt(UnsettledBatch(claims))
+
+
 def given_out(source: AtMostOnceSource) -> list[int]:
     """Return the lanes of one turn, all of it sent."""
     fetched = source.fetch(ALL)
-    source.settle({lane: Receipt(UnsettledBatch(claims)) for lane, claims in fetched.batches.items()})
+    source.settle({lane: all_published(claims) for lane, claims in fetched.batches.items()})
     return sorted(fetched.batches)
 
 
@@ -194,6 +198,33 @@ def test_at_most_once_what_is_deleted_when_postgres_goes_away_is_counted_as_lost
             source.fetch(ALL)
     source.close()
     assert sorted(lost) == [(0, in_lanes[0]), (2, in_lanes[2])]
+
+
+def test_at_most_once_a_lane_whose_dead_letters_are_refused_costs_the_others_nothing(outbox_postgres, once):
+    """Lanes 0, 1 and 2 have a refused event each; all else is published."""
+    source, lost = once
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute("ALTER TABLE outbox.dead_letters ADD CONSTRAINT mine CHECK (lane <> 0)")
+        receipts = {
+            lane: Receipt(UnsettledBatch(claims[:-1]), [(claims[-1], "bad")]) if lane < 3 else all_published(claims)
+            for lane, claims in sorted(source.fetch(ALL).batches.items())
+        }
+        assert {lane: type(error) for lane, error in source.settle(receipts).items()} == {0: StandingError}
+        assert admin.execute("SELECT lane FROM outbox.dead_letters ORDER BY lane").fetchall() == [(1,), (2,)]
+    assert lost == [(0, 1)]
+
+
+def test_at_most_once_what_is_published_is_not_lost_when_dead_letters_are(outbox_postgres, once):
+    source, lost = once
+    receipts = {
+        lane: Receipt(UnsettledBatch(claims[:-1]), [(claims[-1], "bad")]) if lane < 2 else all_published(claims)
+        for lane, claims in sorted(source.fetch(ALL).batches.items())
+    }
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        admin.execute("SELECT pg_terminate_backend(%s, 10000)", [source.connection.info.backend_pid])
+    with pytest.raises(DatabaseUnavailable):
+        source.settle(receipts)
+    assert lost == [(0, 1), (1, 1)]
 
 
 def test_exactly_once_a_trigger_that_keeps_rows_repeats_none(place):

@@ -12,8 +12,10 @@ from support import backlog, wait_until, write
 
 from outbox import Event, Outbox
 from outbox._clients.search_path import PinnedConnection
+from outbox.errors import OutboxError
 from relay.core import lane as core_lane
-from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, Unavailable
+from relay.core.ports import Batches, BatchRefused, LaneLocked, LaneLost, StandingError, Unavailable
+from relay.settle.settlement import RunningStatement, Settlement
 from relay.wal import session
 from relay.wal import source as wal_source
 from relay.wal.lane import CatchingUp, StreamLane, StreamLanes
@@ -332,6 +334,65 @@ def test_a_locked_lane_loses_no_event_that_was_announced(outboxed, once):
     box.until(lambda: len(box.kafka.names(slow)) >= 3, "the events of the lane that was locked")
     assert box.kafka.names(slow) == [f"{slow}1", f"{slow}2", f"{slow}3"]
     box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    box.nothing_left()
+
+
+@both
+def test_a_refused_event_of_a_locked_lane_comes_again_before_later_ones_of_its_key(outboxed, once):
+    """It was taken from the stream, and is not recorded."""
+    box = outboxed()
+    box.relay(once=once)
+    box.streams()
+    box.kafka.bad = {"a1"}
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes FOR UPDATE")
+        box.add("b1", "a1", "a2")
+        box.until(lambda: box.seen.errors, "the lock")
+    assert [type(error) for _, error in box.seen.errors] == [LaneLocked]
+    box.kafka.bad = set()
+    box.add("a3")
+    box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    assert (box.kafka.names("a"), box.kafka.names("b")) == (["a1", "a2", "a3"], ["b1"])
+    box.nothing_left()
+
+
+@both
+def test_a_lane_that_is_locked_for_a_moment_leaves_the_stream_with_its_refused_event(outboxed, monkeypatch, once):
+    """It can be settled by the second try: what belongs to it must not be forgotten."""
+    box = outboxed()
+    box.relay(once=once)
+    box.streams()
+    box.kafka.bad = {"a1"}
+    answered = Settlement.answered
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes FOR UPDATE")
+
+        def unlocked(self: Settlement, sent: RunningStatement) -> dict[int, OutboxError]:
+            other.rollback()
+            return answered(self, sent)
+
+        monkeypatch.setattr(Settlement, "answered", unlocked)
+        box.add("a1", "b1")
+        box.until(lambda: box.kafka.names("b"), "the other key")
+    assert (box.streaming(), box.failed(), box.seen.errors) == (False, ["a"], [])
+
+
+@both
+def test_a_refused_event_that_can_not_be_recorded_stops_no_other_lane(outboxed, once):
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.relay(attempts=1, once=once)
+    box.streams()
+    box.admin.execute("ALTER TABLE outbox.dead_letters ADD CONSTRAINT mine CHECK (lane <> 0)")
+    box.kafka.bad = {f"{slow}1"}
+    box.add(f"{slow}1", f"{slow}2", f"{quick}1")
+    box.until(lambda: len(box.seen.errors) >= 3, "the error again")
+    assert box.kafka.names() == [f"{quick}1"]
+    assert {(tuple(lanes), type(error)) for lanes, error in box.seen.errors} == {((0,), StandingError)}
+    assert (len(box.sources), box.streaming(1)) == (1, True)
+    box.kafka.bad = set()
+    box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    assert box.kafka.names(slow) == [f"{slow}1", f"{slow}2"]
     box.nothing_left()
 
 

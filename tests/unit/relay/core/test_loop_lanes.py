@@ -394,6 +394,8 @@ def test_a_paused_lane_that_can_not_be_settled_is_taken_over_again():
     world.table.on_wait = lambda _: world.stop.set() if len(world.broker.joins) == 2 else None
     world.run()
     assert world.watcher.errors == {1: 1}
+    # Nothing else of it follows for as long as it is paused.
+    assert "recovered [1]" in world.watcher.seen
     assert world.broker.joins == [[0, 1], [1]]
     assert world.table.left == rows[1][2:]
     assert in_order(world, {0: rows[0], 1: rows[1][:2]})
