@@ -105,10 +105,26 @@ class Topics:
 
     def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None) -> str:
         """Create a topic with exactly this name, and return the name. ``config`` holds Kafka's topic settings."""
+        from confluent_kafka import KafkaError, KafkaException
         from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
+        from outbox._clients.kafka_rules import is_silence
+
         topic = NewTopic(name, num_partitions=partitions, config=dict(config or {}))
-        self._admin.create_topics([topic], operation_timeout=_ADMIN_TIMEOUT)[name].result()
+        for last in (False, True):
+            given = {"operation_timeout": _ADMIN_TIMEOUT, "request_timeout": _ADMIN_TIMEOUT}
+            try:
+                self._admin.create_topics([topic], **given)[name].result()
+            except KafkaException as error:
+                if last and error.args[0].code() == KafkaError.TOPIC_ALREADY_EXISTS:
+                    # Made by the first request, of which the answer was late.
+                    break
+                if last or not is_silence(error.args[0]):
+                    raise
+                # A client that was made as the brokers were away may never find the controller.
+                del self._admin
+            else:
+                break
         if not wait_for(lambda: len(self._partitions(name)) == partitions, _ADMIN_TIMEOUT):
             raise ServiceError(f"the topic {name} was created, but is not there after {_ADMIN_TIMEOUT:g} s")
         return name

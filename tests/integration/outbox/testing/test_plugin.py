@@ -19,7 +19,7 @@ from confluent_kafka import Producer
 from support import wait_until
 
 from outbox.sandbox._process import patience
-from outbox.testing import plugin
+from outbox.testing import fixtures, plugin
 from outbox.testing.fixtures import Database, DatabaseServer, RelayFactory, Topics
 
 # Not those of conftest.py: what the test kit has for others is what is tried here.
@@ -248,3 +248,17 @@ def test_fixtures_without_the_extra_say_which_one_is_missing(tmp_path: Path) -> 
     assert len(re.findall(rf"^E +outbox\.errors\.{re.escape(advice)}$", result.stdout, re.MULTILINE)) == 5, (
         result.stdout
     )
+
+
+def test_a_topic_is_created_by_another_client_where_the_first_one_found_no_controller(mortal_network, monkeypatch):
+    monkeypatch.setattr(fixtures, "_ADMIN_TIMEOUT", 5.0)
+    _, proxy = mortal_network
+    proxy.stop()
+    with Topics(proxy.address) as topics:
+        first, name = topics._admin, topics.name("Order")
+        creating = threading.Thread(target=topics.create_topic, args=(name, 2))
+        creating.start()
+        wait_until(lambda: topics.__dict__.get("_admin") is not first, 60, "another client")
+        proxy.start()
+        creating.join(60)
+        assert topics._partitions(name) == [0, 1]
