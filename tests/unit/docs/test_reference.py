@@ -26,7 +26,7 @@ def test_a_page_is_what_the_code_says(name):
 def test_help_fills_the_width_of_the_terminal():
     """A line end of a docstring is none in the terminal: typer would keep it in all paragraphs but the first."""
     shown = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, ["relay", "pause", "--help"]).output
-    assert "Exit status 1 if a running relay does not confirm in time; the pause stays." in shown
+    assert "Exit status 1 if a relay does not confirm in time; the pause stays." in shown
 
 
 def test_the_help_of_roles_names_every_kind():
