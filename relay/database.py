@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final, TypeVar
 
 import psycopg
-from psycopg import errors, sql
+from psycopg import errors
 from psycopg.pq import TransactionStatus
 
 from outbox._clients.credentials import password_for
@@ -64,19 +64,37 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
         raise explained from error
 
 
-def execute_again_if_left(
-    cursor: psycopg.Cursor[Any], query: sql.Composed, values: Mapping[str, Any], *, prepare: bool | None = None
-) -> None:
+_T = TypeVar("_T")
+
+
+def again_if_left(connection: psycopg.Connection[Any], execute: Callable[[], _T]) -> _T:
     """Execute a statement; once more if its DELETE has left rows: another session may have changed them meanwhile.
 
-    Only outside of a transaction, which the error has ended.
+    Only outside of a transaction, which the error has ended. Returns what ``execute`` returns.
     """
     try:
-        cursor.execute(query, values, prepare=prepare)
+        return execute()
     except psycopg.DataError as error:
-        if NOT_DELETED not in str(error) or cursor.connection.info.transaction_status != TransactionStatus.IDLE:
+        if NOT_DELETED not in str(error) or connection.info.transaction_status != TransactionStatus.IDLE:
             raise
-        cursor.execute(query, values, prepare=prepare)
+        return execute()
+
+
+def is_pooled(connection: psycopg.Connection[Any]) -> bool:
+    """Return whether a connection may be another session in each transaction."""
+    return isinstance(connection, PinnedConnection) and connection.pooled
+
+
+@contextmanager
+def one_write(connection: psycopg.Connection[Any]) -> Iterator[None]:
+    """Execute one statement that locks rows in this block, behind a pooler too.
+
+    There it needs a transaction, which is sent statement by statement, so that Postgres can end it in between: alone it
+    is a pipeline with its settings, and Postgres waits for a pipeline's Sync for as long as the relay sleeps, with the
+    rows locked.
+    """
+    with connection.transaction() if is_pooled(connection) else nullcontext():
+        yield
 
 
 @contextmanager
@@ -180,7 +198,8 @@ def begin_session(connection: psycopg.Connection[Any], lock_seconds: float = mat
     limits = {"lock_timeout": f"{lock_ms}ms", "statement_timeout": f"{_STATEMENT_SECONDS}s"}
     if connection.info.server_version >= TRANSACTION_TIMEOUT_SINCE:
         limits["transaction_timeout"] = "0"
-    if isinstance(connection, PinnedConnection) and connection.pooled:
+    if is_pooled(connection):
+        assert isinstance(connection, PinnedConnection)
         connection.set_in_transactions({**limits, "idle_in_transaction_session_timeout": f"{_IDLE_SECONDS}s"})
         return False
     connection.execute(_SET, (list(limits), list(limits.values())))

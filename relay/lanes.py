@@ -47,7 +47,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 
@@ -59,7 +58,7 @@ from outbox._clients.clock import DatabaseClock, uptime
 from outbox.errors import SchemaError
 from relay.core.lease import Lease, LetGo
 from relay.core.pauses import Pauses
-from relay.database import unavailable_on_error
+from relay.database import one_write, unavailable_on_error
 from relay.settle.statements import lease_values, names_of
 from relay.tasks.scheduled import NextDue, next_due
 
@@ -221,7 +220,7 @@ def source_problem(lanes: str, relays: str) -> str:
 class LaneTable:
     """The statements on outbox.lanes and outbox.relays, each in its own short transaction.
 
-    ``connection`` is in autocommit; ``pooled``: it goes through a pooler, see begin_session. ``session`` is the number
+    ``connection`` is in autocommit, and may go through a pooler, see begin_session. ``session`` is the number
     that ``lock_session`` returned; None: this relay's leases decide, and it looks for no other sessions. Each look at
     the distribution notes the database's time in ``clock``. ``began`` is when the relay was started, by ``uptime()``.
     Every method raises Unavailable when Postgres can't be reached, SchemaError when the tables are missing.
@@ -236,7 +235,6 @@ class LaneTable:
         ttl_seconds: float,
         source: str = "polling",
         *,
-        pooled: bool = False,
         session: int | None = None,
         clock: DatabaseClock | None = None,
         began: float | None = None,
@@ -244,7 +242,6 @@ class LaneTable:
         self._clock = clock
         self._began = uptime() if began is None else began
         self._connection = connection
-        self._pooled = pooled
         self._names = names_of(schema)
         self._names["paused"] = sql.SQL(_PAUSES).format(**self._names)
         self._names["free"] = sql.SQL(_FREE).format(**self._names)
@@ -389,10 +386,7 @@ class LaneTable:
     def _run(
         self, query: LiteralString, values: Mapping[str, object], doing: str, **more: sql.Composable
     ) -> Sequence[Any]:
-        # Behind a pooler in a transaction, sent statement by statement, so that Postgres can end it in between: one
-        # that is sent as a pipeline would keep its row locks if the relay then sleeps.
-        limited = self._connection.transaction() if self._pooled else nullcontext()
-        with unavailable_on_error(doing), limited, self._connection.cursor() as cursor:
+        with unavailable_on_error(doing), one_write(self._connection), self._connection.cursor() as cursor:
             cursor.execute(sql.SQL(query).format(**self._names, **more), values)
             return cursor.fetchall() if cursor.description else []
 

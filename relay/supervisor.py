@@ -254,7 +254,6 @@ class Supervisor:
             components.version,
             components.lease_seconds,
             source,
-            pooled=pooled,
             session=session,
             clock=components.clock,
             began=components.began,

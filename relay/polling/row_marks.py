@@ -25,6 +25,7 @@ from hashlib import sha256
 from typing import Final
 
 from relay.core.ports import Claim
+from relay.database import one_write
 from relay.polling.blocked_keys import BlockedKeys, PolledLane
 from relay.polling.kept_marks import Server
 from relay.polling.queries import SERVER, Queries
@@ -70,7 +71,7 @@ class RowMarks:
             "marks": array([marks[lease.lane][0] for lease in changed]),
             "mark_failures": [marks[lease.lane][1] for lease in changed],
         }
-        with self._session.one_write():
+        with one_write(self._session.connection):
             if self._session.pooled:
                 self._session.accept(Server(*self._session.rows(SERVER)[0]))
             rows = self._session.rows(self._queries.keep_marks, **values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, LiteralString, NamedTuple
 
@@ -159,16 +159,6 @@ class Session:
             self.connection.execute(self._queries.several, {"ttl_ms": str(int(lease.ttl_seconds * 1000))})
             if self.pooled:
                 self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
-            yield
-
-    @contextmanager
-    def one_write(self) -> Iterator[None]:
-        """Let one statement lock rows, behind a pooler too.
-
-        There it needs a transaction: alone it is a pipeline with its settings, and Postgres waits for a pipeline's Sync
-        for as long as the relay sleeps, with the rows locked.
-        """
-        with self.connection.transaction() if self.pooled else nullcontext():
             yield
 
     def settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:

@@ -11,7 +11,7 @@ from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import Lease
 from relay.core.marker import RECOVER, Identity, Marker, StateLost, resume
 from relay.core.ports import NOTHING, LaneLocked
-from relay.database import unavailable_on_error
+from relay.database import one_write, unavailable_on_error
 from relay.polling.queries import Queries
 from relay.polling.session import Session
 from relay.settle.retries import Failures
@@ -82,7 +82,7 @@ class RowTakeover:
         given = [markers[lane] for lane in asked]
         self._session.free()
         try:
-            with unavailable_on_error("taking lanes over"), self._session.one_write():
+            with unavailable_on_error("taking lanes over"), one_write(self._session.connection):
                 rows = self._session.rows(
                     self._queries.adopt_settled,
                     **lease_values(list(asked.values())),

@@ -66,7 +66,7 @@ from relay.core.ports import (
     RecordMetadata,
     UnsettledBatch,
 )
-from relay.database import execute_again_if_left, unavailable_on_error
+from relay.database import again_if_left, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.settle.statements import (
     END_IDLE,
@@ -384,7 +384,7 @@ class Settlement:
         return statements.settle_by_version if sent.by_version else statements.settle, self._values(sent)
 
     def _execute(self, sent: RunningStatement, query: sql.Composed, values: dict[str, Any]) -> None:
-        execute_again_if_left(sent.cursor, query, values, prepare=not self._pooled)
+        again_if_left(self._connection, lambda: sent.cursor.execute(query, values, prepare=not self._pooled))
 
     def _ask(self, lanes: Collection[int]) -> list[int]:
         """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""

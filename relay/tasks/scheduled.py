@@ -32,15 +32,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Final
 
 import psycopg
 import structlog
 from psycopg import sql
 
-from relay.database import begin_session, unavailable_on_error
-from relay.settle.statements import NOT_DELETED, names_of
+from relay.database import again_if_left, begin_session, one_write, unavailable_on_error
+from relay.settle.statements import names_of
 
 log = structlog.get_logger("relay")
 
@@ -133,7 +132,6 @@ class ScheduledEvents:
         self._lock = f"outbox scheduled {schema}"
         self._due = due
         self._connection: psycopg.Connection[Any] | None = None
-        self._pooled = False
 
     def look(self) -> None:
         seconds = self._due.seconds
@@ -145,7 +143,7 @@ class ScheduledEvents:
             with unavailable_on_error("moving scheduled events"):
                 if self._connection is None:
                     self._connection = self._connect()
-                    self._pooled = not begin_session(self._connection)
+                    begin_session(self._connection)
                 moved = self._move(self._connection)
         except BaseException:
             self.close()
@@ -170,16 +168,9 @@ class ScheduledEvents:
         return total
 
     def _one(self, connection: psycopg.Connection[Any], query: sql.Composed, **values: Any) -> Any:
-        try:
-            return self._once(connection, query, values)
-        except psycopg.DataError as error:
-            if NOT_DELETED not in str(error):
-                raise
-            # Another session may have changed these rows meanwhile.
-            return self._once(connection, query, values)
+        def once() -> Any:
+            with one_write(connection):
+                (row,) = connection.execute(query, values).fetchall()
+            return row
 
-    def _once(self, connection: psycopg.Connection[Any], query: sql.Composed, values: dict[str, Any]) -> Any:
-        # Behind a pooler a statement alone is a pipeline with its settings, and would keep its locks until the Sync.
-        with connection.transaction() if self._pooled else nullcontext():
-            (row,) = connection.execute(query, values).fetchall()
-        return row
+        return again_if_left(connection, once)

@@ -12,7 +12,7 @@ from psycopg import sql
 from outbox.errors import OutboxError
 from relay.core.lease import LOCKED_SECONDS, Lease
 from relay.core.ports import Claim, LaneLocked, LaneLost
-from relay.database import unavailable_on_error
+from relay.database import one_write, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.source import PollingSource
 from relay.settle.settlement import lanes_text
@@ -171,7 +171,7 @@ class StreamLanes(dict[int, StreamLane]):
         """Record the lanes' state. Returns whether that of all."""
         values = {"streaming": isinstance(state, Streaming), **lease_values([lane.lease for lane in lanes])}
         doing = f"recording the state of {lanes_text([lane.lease.lane for lane in lanes])}"
-        with unavailable_on_error(doing), self.table.session.one_write():
+        with unavailable_on_error(doing), one_write(self.table.session.connection):
             done = {row[0] for row in self.table.connection.execute(query, values)}
         for lane in lanes:
             if lane.lease.lane in done:

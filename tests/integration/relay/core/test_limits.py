@@ -102,8 +102,8 @@ def test_a_statement_outside_of_any_transaction_is_given_up_too(url, lease, monk
 def test_the_control_loops_statements_are_given_up(url, monkeypatch):
     limit(monkeypatch, lock=0.2, statement=600)
     connection = Connector(url, "test")()
-    pooled = not begin_session(connection)
-    table = LaneTable(connection, "outbox", "me", "0", 600.0, pooled=pooled)
+    begin_session(connection)
+    table = LaneTable(connection, "outbox", "me", "0", 600.0)
     try:
         leases = table.acquire(4)
         for doing in (table.beat, table.distribution, lambda: table.renew(leases), lambda: table.acquire(1)):
