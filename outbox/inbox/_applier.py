@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from threading import Event
+from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
 
@@ -16,17 +16,16 @@ from outbox.consumer.delays import TopicDelays, sampled, written_at
 from outbox.consumer.letters import BEHIND
 from outbox.consumer.model import Partition, RejectedRecord
 from outbox.consumer.postgres_errors import Strikes
-from outbox.consumer.stalled import Watch
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._message import KafkaMessage
-from outbox.inbox._session import Session
-from outbox.inbox._transactions import Handler, MessageFailed, Settings, TransactionEnded, Transactions
+from outbox.inbox._transactions import MessageFailed, TransactionEnded, Transactions
 from outbox.inbox.errors import HandlerFailed, MessageIdMissing
 from outbox.inbox.ids import message_id
 
 _logger: Final = logging.getLogger("outbox.inbox")
 
 
+@dataclass(eq=False)
 class Applier(Transactions):
     """Applies the messages of a member's partitions.
 
@@ -34,25 +33,12 @@ class Applier(Transactions):
     log_end  where Kafka's log of a partition ends, if known.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        session: Session,
-        handler: Handler,
-        watch: Watch,
-        delays: TopicDelays,
-        *,
-        log_end: Callable[[Partition], int | None],
-        reclaim_seconds: float,
-        stopping: Event,
-    ) -> None:
-        super().__init__(settings, session, handler, watch, reclaim_seconds=reclaim_seconds, stopping=stopping)
-        self._delays = delays
-        self._log_end = log_end
+    delays: TopicDelays
+    log_end: Callable[[Partition], int | None] = field(kw_only=True)
 
     def apply(self, part: Assigned) -> bool:
         """Apply the next messages of a partition in one transaction. Returns whether to continue at once."""
-        batch = part.next_batch(self._settings.batch)
+        batch = part.next_batch(self.settings.batch)
         handled: list[KafkaMessage] = []
 
         def step(connection: psycopg.Connection[Any]) -> None:
@@ -86,7 +72,7 @@ class Applier(Transactions):
         committed = self._group.clock.at(time.monotonic())
         some = sampled(len(handled))
         headers = [headers for message in handled[some] if (headers := message.headers())]
-        self._delays.observe(part.partition[0], written_at(headers, some.step), committed)
+        self.delays.observe(part.partition[0], written_at(headers, some.step), committed)
 
     def pass_markers(self, part: Assigned) -> None:
         """Move a position to the end of what was read, where only transactions' markers were left.
@@ -109,13 +95,13 @@ class Applier(Transactions):
         idle = {part.partition: part for part in parts if part.position is not None and not part.queue}
         if not idle:
             return
-        with self._session.transaction() as connection:
+        with self.session.transaction() as connection:
             found = self._group.generations(connection, idle)
         for partition, part in idle.items():
             assert part.position is not None
             if found.get(partition) != part.position.generation:
                 _logger.warning("%s: another claim has it", part.name)
-                part.forget_claim(time.monotonic() + self._reclaim_seconds)
+                part.forget_claim(time.monotonic() + self.reclaim_seconds)
 
     def _apply(
         self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[KafkaMessage]
@@ -130,10 +116,10 @@ class Applier(Transactions):
             connection,
             part.partition,
             batch[-1].offset() + 1,
-            log_end=self._log_end(part.partition),
+            log_end=self.log_end(part.partition),
             leader_epoch=batch[-1].leader_epoch(),
             ids=[one for one in ids if one is not None],
-            applied=0 if self._settings.dedup else len(batch) - dead,
+            applied=0 if self.settings.dedup else len(batch) - dead,
             dead=dead,
         )
         before = self._group.forgotten_before(connection, new, today)
@@ -141,7 +127,7 @@ class Applier(Transactions):
             if waits:
                 why = MessageFailed(message, "behind", BEHIND).why
                 self._letters.bury(
-                    connection, part.position.topic_id, message, _id_or_none(message, self._settings.key), why, 1
+                    connection, part.position.topic_id, message, _id_or_none(message, self.settings.key), why, 1
                 )
                 continue
             if id_ is not None:
@@ -168,13 +154,13 @@ class Applier(Transactions):
             return True
         part.attempts += 1
         about = f"{part.name} offset {message.offset()}"
-        if failed.again and part.attempts < self._settings.attempts:
-            part.due = time.monotonic() + jittered(doubled(part.attempts - 1, *self._settings.wait))
+        if failed.again and part.attempts < self.settings.attempts:
+            part.due = time.monotonic() + jittered(doubled(part.attempts - 1, *self.settings.wait))
             _logger.warning("%s failed, attempt %d: %s", about, part.attempts, text)
-            self._watch.failed([part.partition], f"offset {message.offset()} failed: {text}")
+            self.watch.failed([part.partition], f"offset {message.offset()} failed: {text}")
             return False
-        too_many = self._settings.bury and part.deaths >= self._settings.most_dead
-        if too_many or not self._settings.bury:
+        too_many = self.settings.bury and part.deaths >= self.settings.most_dead
+        if too_many or not self.settings.bury:
             why = f"as the {part.deaths} before it: " if too_many else ""
             raise HandlerFailed(*part.partition, message.offset(), part.attempts, why + text) from failed.__cause__
         _logger.error("%s is a dead letter now, attempts: %d: %s", about, part.attempts, text)
@@ -183,7 +169,7 @@ class Applier(Transactions):
     def _bury(self, part: Assigned, message: KafkaMessage, why: RejectedRecord) -> bool:
         """Make a message a dead letter, in the transaction that moves the position past it."""
         assert part.position is not None
-        topic_id, id_ = part.position.topic_id, _id_or_none(message, self._settings.key)
+        topic_id, id_ = part.position.topic_id, _id_or_none(message, self.settings.key)
 
         def step(connection: psycopg.Connection[Any]) -> None:
             self._letters.bury(connection, topic_id, message, id_, why, part.attempts)
@@ -191,7 +177,7 @@ class Applier(Transactions):
                 connection,
                 part.partition,
                 message.offset() + 1,
-                log_end=self._log_end(part.partition),
+                log_end=self.log_end(part.partition),
                 leader_epoch=message.leader_epoch(),
                 dead=1,
             )

@@ -65,7 +65,7 @@ class AtMostOnceApplier(Applier):
 
     def apply(self, part: Assigned) -> bool:
         """Give up the next messages of a partition, and apply them. Returns whether to continue at once."""
-        batch = part.next_batch(self._settings.batch)
+        batch = part.next_batch(self.settings.batch)
         pending: Sequence[KafkaMessage] = ()
         failures: dict[int, MessageFailed] = {}
 
@@ -155,7 +155,7 @@ class AtMostOnceApplier(Applier):
             connection,
             part.partition,
             batch[-1].offset() + 1,
-            log_end=self._log_end(part.partition),
+            log_end=self.log_end(part.partition),
             leader_epoch=batch[-1].leader_epoch(),
             ids=known,
             applied=len(ids) - len(known),
@@ -229,7 +229,7 @@ class AtMostOnceApplier(Applier):
                 part.deaths += 1
                 text = failed.why.error
                 _logger.error("%s offset %d was given up: %s", part.name, message.offset(), text)
-                if part.deaths > self._settings.most_dead:
+                if part.deaths > self.settings.most_dead:
                     why = f"as the {part.deaths - 1} before it: {text}"
                     raise HandlerFailed(*part.partition, message.offset(), 1, why, given_up=True) from failed.__cause__
 
@@ -246,10 +246,10 @@ class AtMostOnceApplier(Applier):
         last  for which the handler was called.
         """
         part.deaths += 1
-        if part.deaths <= self._settings.most_dead:
+        if part.deaths <= self.settings.most_dead:
             return
         # No claim follows. Where this can't be recorded now, the next one does.
-        with suppress(psycopg.Error), self._session.transaction() as connection:
+        with suppress(psycopg.Error), self.session.transaction() as connection:
             self._group.lose(connection, claim.generation, part.partition, batch[0].offset())
         why = (
             f"offsets {batch[0].offset()} to {batch[-1].offset()} are recorded as lost, as the {part.deaths - 1} "

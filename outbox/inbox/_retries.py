@@ -60,7 +60,7 @@ class Retries(Transactions):
             part.partition,
             None,
             ids=[] if id_ is None else [id_],
-            applied=0 if self._settings.dedup else 1,
+            applied=0 if self.settings.dedup else 1,
         )
         if id_ is None or id_ in new:
             # An operator who retries a message that is too old says that it was not applied.

@@ -10,7 +10,7 @@ import datetime as dt
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 from typing import Any, Final
 from uuid import UUID
@@ -113,35 +113,28 @@ class TransactionEnded(MessageFailed):
         self.transaction = ""
 
 
+@dataclass(eq=False)
 class Transactions:
     """Runs transactions under the claims of a member's partitions."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        session: Session,
-        handler: Handler,
-        watch: Watch,
-        *,
-        reclaim_seconds: float,
-        stopping: Event,
-    ) -> None:
-        self._settings = settings
-        self._stopping = stopping
-        self._group, self._letters = settings.group, settings.letters
-        self._session = session
-        self._handler = handler
-        self._watch = watch
-        self._reclaim_seconds = reclaim_seconds
+    settings: Settings
+    session: Session
+    handler: Handler
+    watch: Watch
+    reclaim_seconds: float = field(kw_only=True)
+    stopping: Event = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._group, self._letters = self.settings.group, self.settings.letters
 
     def interrupted(self, error: BaseException, doing: str, partitions: Collection[Partition] = ()) -> None:
         """Record an error that no message has caused, and that keeps these partitions from moving."""
         why = f"{doing}: {shown(error)}"
         _logger.warning("%s", why)
-        self._watch.failed(partitions, why)
+        self.watch.failed(partitions, why)
         if caused_by(error) is not None:
             # The session's server may not be the primary any more.
-            self._session.close()
+            self.session.close()
 
     def postpone(self, parts: Collection[Assigned], error: BaseException, doing: str) -> None:
         """Record such an error of some partitions, which are retried together after a pause."""
@@ -167,12 +160,12 @@ class Transactions:
         transaction: str | None = None
         found: MessageFailed | psycopg.Error
         try:
-            with self._session.transaction() as connection:
+            with self.session.transaction() as connection:
                 transaction = self._group.fence(connection, part.partition, part.position)
                 step(connection)
         except Fenced as fenced:
             _logger.warning("%s; nothing was applied", fenced)
-            part.forget_claim(time.monotonic() + self._reclaim_seconds)
+            part.forget_claim(time.monotonic() + self.reclaim_seconds)
             return False
         except OffsetMoved:
             # An earlier COMMIT has succeeded, and its answer was lost. A claim reads what it has written: the position,
@@ -190,7 +183,7 @@ class Transactions:
         else:
             return True
         # Counts a strike: an interruption that keeps coming is taken for the message's fault.
-        if transaction is None or (self._session.passes(cause) and not strikes.strike(cause)):
+        if transaction is None or (self.session.passes(cause) and not strikes.strike(cause)):
             wait(part, cause or found)
             return False
         raise found
@@ -199,10 +192,10 @@ class Transactions:
         """Return the id by which a message is recognized. Raises MessageFailed for one that no handler may get."""
         if isinstance(message.headers(), UndecodableHeaders):
             raise MessageFailed(message, "undecodable", NOT_UTF8)
-        if not self._settings.dedup:
+        if not self.settings.dedup:
             return None
         try:
-            return message_id(message, self._settings.key)
+            return message_id(message, self.settings.key)
         except MessageIdMissing as error:
             raise MessageFailed(message, "no-id", str(error)) from error
 
@@ -213,7 +206,7 @@ class Transactions:
     def _call(self, connection: psycopg.Connection[Any], message: KafkaMessage) -> None:
         try:
             try:
-                self._handler(connection, message)
+                self.handler(connection, message)
             except Exception as error:
                 raise MessageFailed.by(message, error) from error
             if (text := spoilt(connection)) is not None:
@@ -240,7 +233,7 @@ class Transactions:
         message, why, attempt, recorded = ended.message, ended.why.error, 0, True
         while True:
             try:
-                with self._session.transaction() as connection:
+                with self.session.transaction() as connection:
                     if not self._group.was_committed(connection, ended.transaction):
                         return
                     self._group.move(connection, part.partition, None, applied=applied, dead=dead)
@@ -248,11 +241,11 @@ class Transactions:
                     also(connection)
             except psycopg.Error as error:
                 self.interrupted(error, f"recording what is lost of {part.name}", [part.partition])
-                if self._stopping.is_set() or not self._session.passes(error):
+                if self.stopping.is_set() or not self.session.passes(error):
                     why = f"{why}; if it was committed, messages are lost, {len(lost)} of them: {error}"
                     recorded = False
                     break
-                pause(self._stopping, attempt)
+                pause(self.stopping, attempt)
                 attempt += 1
             else:
                 break
