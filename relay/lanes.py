@@ -394,7 +394,7 @@ class LaneTable:
 class Releases:
     """The lanes that the worker has let go of and that are not released yet. ``left``: a lock or a failure kept them.
 
-    Nobody else would free them before their leases end.
+    No other relay takes them before their leases end.
     """
 
     def __init__(self) -> None:

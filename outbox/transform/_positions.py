@@ -51,11 +51,11 @@ def committed(
 ) -> list[TopicPartition]:
     """Return the group's positions in these partitions, when they can be believed, or at ``stop``.
 
-    A broker of Kafka 4.0 to 4.4 that restarts quickly may answer with none, or with an earlier one than is known: when
-    it becomes the coordinator anew while it still reads the positions back, the end of the first reading counts as that
-    of the second (CoordinatorRuntime.load looks up the partition's context, not its epoch). A write in between ends the
-    second, and what it has not read stays missing until the broker restarts. So does the end of a transaction: then
-    positions are asked for in vain.
+    A broker of Kafka 4.0 to 4.4 may answer with none, or with an earlier one than is known. If it loses and regains the
+    coordinator's partition while it loads the positions, the end of the first load counts as the end of the second
+    (CoordinatorRuntime.load looks up the partition's context and does not compare its epoch). The next write ends the
+    second load. What that has not read stays missing until the broker restarts; if this is the end of a transaction,
+    requests for the positions time out.
 
     If an answer stays the same, it is taken where the group is new, or where an operator may have set it since a former
     run. Where this run was further, Kafka has lost the position: it refuses to set back a group with members. One that

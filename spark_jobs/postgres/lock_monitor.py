@@ -89,7 +89,7 @@ def _figures(waiting: str, pid: int, application: str, user: str, state: str, se
         return {
             "waiting": waiting,
             "blocked_by": "a prepared transaction: SELECT gid, owner, prepared FROM pg_prepared_xacts",
-            "to_end_it": "ROLLBACK PREPARED with its gid, as its owner, if nobody will commit it",
+            "to_end_it": "ROLLBACK PREPARED with its gid, as its owner, unless it is to be committed",
         }
     about = f"{application}, user {user}, {state}, its transaction is open for {seconds} s"
     end = f"SELECT pg_terminate_backend({pid})"

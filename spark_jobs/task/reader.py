@@ -392,7 +392,7 @@ def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
     """Yield this process's reader, which stays connected between tasks. For one thread at a time."""
     # The process id, because a fork copies this table but not librdkafka's threads.
     name = (os.getpid(), settings.group, frozenset(settings.options.items()))
-    # In a worker of Spark nobody else does so for a group that has ended.
+    # In a Spark worker, nothing else polls the reader of a group that has ended.
     _poll(one for one in list(_KEPT) if one[1] != settings.group)
     reader = _KEPT.pop(name, None) or RangeReader(settings)
     # The patience may have changed since the reader was opened.

@@ -54,7 +54,7 @@ def test_the_others_are_read_until_its_leader_is_back(away):
 
 
 def test_one_that_was_added_and_has_no_leader_disturbs_neither_the_others_nor_the_group(away, caplog):
-    """Where it begins, nobody can say before it has one."""
+    """Only a leader can say where it begins."""
     caplog.set_level("INFO", "outbox")
     cluster, place = away
     place.partitions = 3

@@ -243,7 +243,7 @@ def test_a_lane_that_is_lost_counts_once_whether_a_turn_or_the_renewal_finds_it(
 
 
 def test_what_can_not_be_released_is_tried_again_until_it_is(supervisor) -> None:
-    """It is neither renewed nor published: it would be nobody's until its lease ends."""
+    """It is neither renewed nor published: no relay would publish it until its lease ends."""
     ended: list[int] = []
     supervisor._components = replace(
         supervisor._components, all_lanes=lambda _leases: None, let_go_all=lambda: ended.append(1)
