@@ -17,7 +17,7 @@ from uuid import UUID
 from outbox.event import TRACEPARENT, TRACESTATE, Event
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer, TracerProvider
+    from opentelemetry.trace import Link, Span, SpanKind, Tracer, TracerProvider
 
 SYSTEM: Final = "messaging.system"
 OPERATION_TYPE: Final = "messaging.operation.type"
@@ -49,6 +49,22 @@ def fail(span: Span, error: BaseException) -> None:
         ERROR_TYPE, kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     )
     span.set_status(StatusCode.ERROR)
+
+
+@contextmanager
+def opened(
+    provider: TracerProvider, name: str, kind: SpanKind, attributes: Mapping[str, str | int], links: Sequence[Link] = ()
+) -> Iterator[Span]:
+    """Open a span of ours, the active one in the block, and mark it as failed by what the block raises."""
+    from opentelemetry.trace import use_span
+
+    span = tracer(provider).start_span(name, kind=kind, attributes=attributes, links=links, record_exception=False)
+    with use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        try:
+            yield span
+        except BaseException as error:
+            fail(span, error)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +104,8 @@ def _traced(events: Sequence[Event]) -> Iterator[WriteTrace]:
     if isinstance(provider, trace.ProxyTracerProvider):
         yield WriteTrace(_current())
         return
-    span = tracer(provider).start_span(
-        "add", kind=trace.SpanKind.PRODUCER, attributes=_attributes(events), record_exception=False
-    )
-    with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
-        try:
-            yield WriteTrace(_current(), span)
-        except BaseException as error:
-            fail(span, error)
-            raise
+    with opened(provider, "add", trace.SpanKind.PRODUCER, _attributes(events)) as span:
+        yield WriteTrace(_current(), span)
 
 
 def _current() -> dict[str, str]:

@@ -7,8 +7,8 @@ before a tracer provider is configured: by `opentelemetry-instrument`, or by ``c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Final
 
 from opentelemetry import trace
@@ -42,11 +42,10 @@ def configured() -> bool:
     return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
-@contextmanager
 def batch_span(
     kind: SpanKind, operation: str, topics: Iterable[str], attributes: Mapping[str, str | int], links: Iterable[Link]
-) -> Iterator[Span]:
-    """Open the span of a turn or a round, and mark it as failed by what the block raises.
+) -> AbstractContextManager[Span]:
+    """Return the block of a turn's or a round's span, which is marked as failed by what the block raises.
 
     ``operation`` is one of messaging.operation.type. The topic is named if it is only one.
     """
@@ -59,19 +58,8 @@ def batch_span(
         **({} if topic is None else {_trace.DESTINATION: topic}),
         **attributes,
     }
-    span = _trace.tracer(trace.get_tracer_provider()).start_span(
-        operation if topic is None else f"{operation} {topic}",
-        kind=kind,
-        attributes=found,
-        links=list(links),
-        record_exception=False,
-    )
-    with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
-        try:
-            yield span
-        except BaseException as error:
-            _trace.fail(span, error)
-            raise
+    name = operation if topic is None else f"{operation} {topic}"
+    return _trace.opened(trace.get_tracer_provider(), name, kind, found, list(links))
 
 
 def links_to(traces: Iterable[EventTrace]) -> list[Link]:
