@@ -9,7 +9,6 @@ import datetime as dt
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -31,7 +30,6 @@ _FEWER_LOCKS_ADVICE: Final = (
 _MOST_DELAY: Final = dt.timedelta(days=36_500)
 _LATE: Final = dt.timedelta(days=7)
 """An event due later than this gets an id without a day: consumers forget ids by day, after two weeks by default."""
-_NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 _NOTES: Final = {
     "42501": "`outbox db roles` prints the rights that a writer needs, and with not_before a canceller",
     "53200": f"if the lock table is full (max_locks_per_transaction), by lock_key perhaps: {_FEWER_LOCKS_ADVICE}",
@@ -135,63 +133,45 @@ class Writer:
         return list(ids)
 
     def _unique(
-        self,
-        events: Sequence[Event],
-        rows: Sequence[dict[str, Any]],
-        due: Mapping[str, Any] | None,
-        *,
-        lock_key: bool,
+        self, events: Sequence[Event], rows: Sequence[dict[str, Any]], due: Mapping[str, Any] | None, *, lock_key: bool
     ) -> Steps[list[UUID]]:
         """Write the events without a key, and of those with the same key the first one ever. See ``steps``."""
-        statement = _statements.insert_unique(self._schema, scheduled=due is not None, lock_key=lock_key)
+        insert = _statements.insert_unique(self._schema, scheduled=due is not None, lock_key=lock_key)
         owners: _Owners = {}
-        chosen: list[dict[str, Any]] = []
+        left: list[dict[str, Any]] = []
         for event, row in zip(events, rows, strict=True):
             key = _key_of(event)
             if key not in owners:
-                chosen.append({**row, _statements.KEY: event.idempotency_key})
+                left.append({**row, _statements.KEY: event.idempotency_key})
             if key is not None:
                 owners.setdefault(key, KeyOwner(row["event_id"], event.aggregate_id, event.event_type))
         _check_owners(events, owners)
-        left = yield from self._claim_keys(events, chosen, owners, statement, due)
+        before: int | None = None
         while left:
-            again = yield from self._claim_keys(events, left, owners, statement, due)
-            # What had been forgotten is written by now.
-            if len(again) == len(left):
+            values = _lists(left, (*_statements.COLUMNS, _statements.KEY))
+            answer = yield Step(insert, {**values, **(due or {})}, answers=True)
+            owners.update(_owners(answer))
+            _check_owners(events, owners)
+            fresh = {(kind, key) for kind, key, *_ in answer}
+            left = [row for row in left if row[_statements.KEY] is not None and _row_key(row) not in fresh]
+            if not left:
+                break
+            values = _lists(left, ("aggregate_type", _statements.KEY))
+            found = _owners((yield Step(_statements.known_keys(self._schema), values, answers=True)))
+            owners.update(found)
+            _check_owners(events, owners)
+            # A key that was forgotten between the two statements is new, and its event is not written.
+            left = [row for row in left if _row_key(row) not in found]
+            # What had been forgotten is written by the next statement.
+            if len(left) == before:
                 raise TargetError(
                     "the database has other idempotency keys than were written: the encoding of the database or the "
                     "session is SQL_ASCII, so that texts come back as bytes, or a trigger changes them"
                 )
-            left = again
+            before = len(left)
         keys = map(_key_of, events)
         ids = [row["event_id"] if key is None else owners[key].event_id for key, row in zip(keys, rows, strict=True)]
         return list(map(UUID, ids))
-
-    def _claim_keys(
-        self,
-        events: Sequence[Event],
-        rows: Sequence[dict[str, Any]],
-        owners: _Owners,
-        statement: _statements.Statement,
-        due: Mapping[str, Any] | None,
-    ) -> Steps[list[dict[str, Any]]]:
-        """Write the rows without a key or with a new one, and add the owners of the other keys to ``owners``.
-
-        Returns the rows whose key was forgotten between the two statements: it is new, and they are not written.
-        """
-        values = _lists(rows, (*_statements.COLUMNS, _statements.KEY))
-        answer = yield Step(statement, {**values, **(due or {})}, answers=True)
-        owners.update(_owners(answer))
-        _check_owners(events, owners)
-        fresh = {(kind, key) for kind, key, *_ in answer}
-        known = [row for row in rows if row[_statements.KEY] is not None and _row_key(row) not in fresh]
-        if not known:
-            return []
-        values = _lists(known, ("aggregate_type", _statements.KEY))
-        found = _owners((yield Step(_statements.known_keys(self._schema), values, answers=True)))
-        owners.update(found)
-        _check_owners(events, owners)
-        return [row for row in known if _row_key(row) not in found]
 
     def reschedule_step(self, event_id: UUID, due: Mapping[str, Any] | None) -> Step:
         """Return the step that changes the time of a scheduled event: a row, if there is one. Raises EventError."""
@@ -324,7 +304,7 @@ def _default_headers(given: DefaultHeaders) -> Callable[[], Mapping[str, str]]:
     if callable(given):
         return lambda: checked(given())
     try:
-        fixed = _NO_HEADERS if given is None else checked(given)
+        fixed = checked({} if given is None else given)
     except EventError as error:
         raise ConfigurationError(str(error)) from error
     return lambda: fixed
