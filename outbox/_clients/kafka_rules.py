@@ -139,7 +139,7 @@ _APART_SECONDS: Final = 120.0
 
 
 class LastingRefusal:
-    """A refusal of a client's credentials, which is believed once it has lasted for ``seconds``.
+    """A refusal of a client's credentials, which is believed once it has lasted for REFUSED_SECONDS.
 
     librdkafka reports as _AUTHENTICATION also what passes: a broker that ends before it has answered the handshake, and
     a token that could not be renewed, while the last one is still good. A password may be changing.
@@ -147,9 +147,8 @@ class LastingRefusal:
     believed  the error, once it was heard for that long and nothing worked meanwhile.
     """
 
-    def __init__(self, seconds: float = REFUSED_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.believed: KafkaError | None = None
-        self._seconds = seconds
         self._clock = clock
         self._first: float | None = None
         self._last = 0.0
@@ -162,7 +161,7 @@ class LastingRefusal:
         if self._first is None or now - self._last > _APART_SECONDS:
             self._first = now
         self._last = now
-        if now - self._first >= self._seconds:
+        if now - self._first >= REFUSED_SECONDS:
             self.believed = error
         return True
 

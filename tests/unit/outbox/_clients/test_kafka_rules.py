@@ -47,7 +47,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.kept = LastingRefusal(300.0, lambda: self.now)
+        self.kept = LastingRefusal(lambda: self.now)
 
     def heard(self, *times: float) -> KafkaError | None:
         for self.now in times:

@@ -102,7 +102,7 @@ def test_what_a_callback_hears(monkeypatch):
 
 def test_a_refusal_of_the_credentials_that_lasts_over_several_clients(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(member_clients, "LastingRefusal", lambda: LastingRefusal(300.0, lambda: now[0]))
+    monkeypatch.setattr(member_clients, "LastingRefusal", lambda: LastingRefusal(lambda: now[0]))
     monkeypatch.setattr(member_clients, "pause", lambda *_: None)
     made = Made()
 

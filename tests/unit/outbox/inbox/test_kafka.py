@@ -129,7 +129,7 @@ def test_a_group_whose_position_can_not_be_shown_has_the_reason_as_text():
 def test_credentials_that_are_refused_at_a_claim_end_the_member_once_that_lasts(monkeypatch):
     """As those of its own connections do. Other failures of a claim are counted."""
     now, codes = [0.0], [KafkaError._AUTHENTICATION]
-    monkeypatch.setattr(member_clients, "LastingRefusal", lambda: LastingRefusal(300.0, lambda: now[0]))
+    monkeypatch.setattr(member_clients, "LastingRefusal", lambda: LastingRefusal(lambda: now[0]))
     made = Consumer("", ["t"], group="billing", kafka=OPTIONS)
     clients = MemberClients(made._settings.options, ["t"], Watch(), logging.getLogger("outbox.test"), KafkaFailed)
     asked: list[float] = []
