@@ -66,27 +66,21 @@ def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
 
     lock   another lock file than our own, for jars that only some tests need.
     """
-    jars: dict[str, list[Jar]] = {}
-    current: list[Jar] | None = None
-    for number, line in enumerate((_lock_text() if lock is None else lock.read_text()).splitlines(), 1):
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        if text.startswith("[") and text.endswith("]"):
-            current = jars.setdefault(text[1:-1], [])
-            continue
-        try:
-            coordinate, digest, size = text.split()
-            group, artifact, version = coordinate.split(":")
-            if current is None:
-                raise ValueError("a jar before the first set")
-            current.append(Jar(group, artifact, version, digest.removeprefix("sha256:"), int(size)))
-        except ValueError:
-            raise ServiceError(f"jars.lock, line {number} can't be read: {line!r}; reinstall outbox-kafka") from None
-    try:
-        return jars[set_name]
-    except KeyError:
-        raise ServiceError(f"jars.lock has no set {set_name!r}, only {', '.join(sorted(jars))}") from None
+    sets: dict[str, list[Jar]] = {}
+    jars: list[Jar] = []
+    for line in (_lock_text() if lock is None else lock.read_text()).splitlines():
+        if line.startswith("["):
+            jars = sets.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            try:
+                coordinate, digest, size = line.split()
+                group, artifact, version = coordinate.split(":")
+                jars.append(Jar(group, artifact, version, digest.removeprefix("sha256:"), int(size)))
+            except ValueError:
+                raise ServiceError(f"jars.lock has {line!r}, which can't be read; reinstall outbox-kafka") from None
+    if set_name not in sets:
+        raise ServiceError(f"jars.lock has no set {set_name!r}, only {', '.join(sorted(sets))}")
+    return sets[set_name]
 
 
 def fetch(set_name: str, lock: Path | None = None) -> list[Path]:
