@@ -20,16 +20,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.load import Backlog, fill
+from benchmarks.harness.load import Backlog, fill, wait_until_empty
+from benchmarks.harness.measure import wal_position
 from benchmarks.harness.publishers import publishing
 from benchmarks.harness.relays import ours
-from benchmarks.harness.servers import Servers, Site, wait_until
+from benchmarks.harness.servers import Servers, Site
 
-_POSITION: Final = "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint"
 _SIZE: Final = """
 SELECT sum(pg_total_relation_size(c.oid))::bigint FROM pg_class AS c
  WHERE c.relkind = 'r' AND c.relnamespace = %s::regnamespace AND c.relname LIKE %s"""
 _TOGETHER: Final = 100
+_SECONDS: Final = 600.0
 
 # As consumers insert them: a batch is one statement, and ids rise with the time.
 _IDS: Final = """
@@ -42,25 +43,17 @@ class Meter:
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._last = self._position()
+        self._last = wal_position(site)
 
     def per(self, count: int) -> float:
         """Return the bytes since the last reading, for each of so many."""
-        last, self._last = self._last, self._position()
+        last, self._last = self._last, wal_position(self._site)
         return (self._last - last) / count
-
-    def _position(self) -> int:
-        return int(self._site.value(_POSITION))
 
 
 def size(site: Site, schema: str, tables: str, count: int) -> float:
     """Return the bytes of tables with their indexes, for each of so many rows."""
     return int(site.value(_SIZE, schema, tables) or 0) / count
-
-
-def drained(site: Site) -> None:
-    """Wait until all events are published."""
-    wait_until(lambda: site.value("SELECT count(*) FROM outbox.events") == 0, "the drain", 600)
 
 
 def event(servers: Servers, count: int, payload: int, together: int, archive: int) -> dict[str, float]:
@@ -74,7 +67,7 @@ def event(servers: Servers, count: int, payload: int, together: int, archive: in
         relay.start()
         meter = Meter(site)
         fill(site, Backlog(count, size=payload, together=together))
-        drained(site)
+        wait_until_empty(site, _SECONDS)
         found["WAL, at once"] = meter.per(count)
         relay.halt()
         with site.connect() as connection:
@@ -85,7 +78,7 @@ def event(servers: Servers, count: int, payload: int, together: int, archive: in
         found["WAL, written"] = meter.per(count)
         found["in events"] = size(site, "outbox", "events", count)
         relay.start()
-        drained(site)
+        wait_until_empty(site, _SECONDS)
         found["WAL, published"] = meter.per(count)
         found["in the archive"] = size(site, "outbox", "published_2%", 2 * count) if archive else 0.0
         logs = servers.kafka.data_dir.rglob(f"{site.topic}-*/*.log")

@@ -114,6 +114,11 @@ def connections(site: Site) -> int:
     return int(found)
 
 
+def wal_position(site: Site) -> int:
+    """Return how many bytes of WAL the server has written."""
+    return int(site.value("SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint"))
+
+
 @dataclass
 class Statements:
     """What a site's database was asked while it was watched. ``control`` are BEGIN, COMMIT, SET and their like."""
