@@ -71,7 +71,6 @@ def measure(console: Console, servers: Servers, scenario: Scenario, rounds: int,
 
 
 def show_names(console: Console, scenarios: Sequence[Scenario]) -> None:
-    """Print the names of scenarios and of their ways."""
     for scenario in scenarios:
         console.print(f"{scenario.name}: {scenario.title}", markup=False)
         for way in scenario.ways:

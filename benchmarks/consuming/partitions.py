@@ -95,7 +95,6 @@ class Sampler(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Sample."""
         try:
             with psycopg.connect(self._url, autocommit=True, application_name="sampler") as connection:
                 while not self._over.wait(_EVERY):

@@ -63,14 +63,12 @@ class Cpu:
 
     @classmethod
     def now(cls, servers: Servers, publisher: Sequence[int]) -> Cpu:
-        """Read the clocks of the processes."""
         postgres = servers.postgres.pid
         assert postgres is not None
         return cls(cpu_seconds(publisher), cpu_seconds([postgres]), cpu_seconds(servers.kafka.pids), time.monotonic())
 
     @property
     def total(self) -> float:
-        """All three."""
         return self.publisher + self.postgres + self.broker
 
     def percent_since(self, before: Cpu) -> dict[str, float]:
@@ -97,12 +95,10 @@ def _status(pid: int, name: str) -> int:
 
 
 def resident_mb(pid: int) -> float:
-    """Return the resident memory of a process and its children."""
     return _status(pid, "VmRSS:") / 1024
 
 
 def threads(pid: int) -> int:
-    """Return the number of threads of a process and its children."""
     return _status(pid, "Threads:")
 
 

@@ -36,7 +36,6 @@ class Metric:
     digits: int = 0
 
     def text(self, value: float) -> str:
-        """Return the value as people read it."""
         return f"{value:,.{self.digits}f}"
 
 
@@ -71,7 +70,6 @@ class Target:
 
     @property
     def found(self) -> str:
-        """The figure as people read it."""
         return "no figure" if self.spread is None else self.spread.text(Metric(self.what, "", self.digits))
 
 

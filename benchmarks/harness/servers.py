@@ -58,17 +58,14 @@ class Site:
 
     @property
     def kind(self) -> str:
-        """The aggregate type."""
         return f"bench{self.token}"
 
     @property
     def topic(self) -> str:
-        """The topic of the events."""
         return f"{self.kind}-events"
 
     @property
     def database(self) -> str:
-        """The database's name."""
         return f"bench_{self.token}"
 
     def environment(self, **settings: object) -> dict[str, str]:
@@ -102,7 +99,6 @@ class Site:
 
     @contextlib.contextmanager
     def connect(self) -> Iterator[psycopg.Connection[Any]]:
-        """Open a connection in autocommit mode."""
         with psycopg.connect(self.url, autocommit=True) as connection:
             yield connection
 

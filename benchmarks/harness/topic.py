@@ -149,7 +149,6 @@ class Ends:
         self._asked = {TopicPartition(site.topic, partition): latest for partition in range(PARTITIONS)}
 
     def now(self) -> int:
-        """Ask the broker."""
         asked = self._admin.list_offsets(self._asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=30)
         return sum(answer.result().offset for answer in asked.values())
 

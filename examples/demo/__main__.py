@@ -143,15 +143,12 @@ class Lines:
 
     @property
     def seconds(self) -> float:
-        """The seconds since the start."""
         return time.monotonic() - self._started
 
     def say(self, text: str) -> None:
-        """Show a line of text."""
         self._console.print(f"[{self.seconds:6.1f} s] {text}", markup=False)
 
     def update(self, figures: Figures) -> None:
-        """Show new figures."""
         oldest = "-" if figures.oldest_seconds is None else f"{figures.oldest_seconds:.1f} s"
         text = (
             f"committed {figures.committed:>7,}  published {figures.published:>7,}  applied {figures.applied:>7,}  "

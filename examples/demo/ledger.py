@@ -56,7 +56,6 @@ class Reconciliation:
         return self.committed == self.applied and self.published >= self.committed and not any(wrong)
 
     def line(self) -> str:
-        """Return the result as one readable line."""
         text = (
             f"committed {self.committed} · repeated on Kafka {self.repeated} · applied {self.applied} · "
             f"lost {self.lost} · applied twice {self.applied_twice} · out of order {self.out_of_order}"
@@ -120,7 +119,6 @@ class Ledger:
         return Reconciliation(committed, published, repeated, applied, lost, twice, disorder, differing, phantom)
 
     def close(self) -> None:
-        """Disconnect."""
         self._consumer.close()
         self._connection.close()
 

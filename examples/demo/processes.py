@@ -41,7 +41,6 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Return whether it runs now."""
         return self._process is not None and self._process.running
 
     @property
@@ -54,7 +53,6 @@ class Child:
         return self.running and self._ready
 
     def start(self) -> None:
-        """Start it, or start it again."""
         self._log_start = self._log.stat().st_size if self._log.exists() else 0
         self._ready, self._restart_at = False, None
         self._process = Supervised(self._command, log=self._log, env={**os.environ, **self._env})
@@ -82,7 +80,6 @@ class Child:
         return None
 
     def stop(self) -> None:
-        """Send it SIGTERM."""
         if self._process is not None:
             self._process.signal(signal.SIGTERM)
 
@@ -95,7 +92,6 @@ class Child:
                 self._kill()
 
     def tail(self, lines: int = 25) -> str:
-        """Return the end of its log."""
         if not self._log.exists():
             return ""
         return "\n".join(line[:300] for line in self._log.read_text(errors="replace").splitlines()[-lines:])

@@ -51,13 +51,11 @@ class Tills:
         self.rolled_back = 0
 
     def create_tables(self) -> None:
-        """Create the shop's tables if they are missing."""
         with self._engine.begin() as connection:
             connection.execute(text("CREATE SCHEMA IF NOT EXISTS shop"))
             Base.metadata.create_all(connection)
 
     def run(self) -> None:
-        """Run the tills side by side."""
         threads = [threading.Thread(target=self._till, args=(number,)) for number in range(TILLS)]
         for thread in threads:
             thread.start()
@@ -107,7 +105,6 @@ class Tills:
 
 
 def main() -> None:
-    """Read the options and run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--database-url", required=True, help="postgresql+psycopg://…")
     parser.add_argument("--events", type=int, default=20_000, help="stop after about this many events")

@@ -63,7 +63,6 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
         return f"{self.way.name}, {self.label}"
 
 
