@@ -240,11 +240,9 @@ def _not_finite(value: object) -> str | None:
 
 
 def _holds_nul(value: object) -> str | None:
-    return (
-        "contains a NUL character, which Postgres can't store in jsonb"
-        if isinstance(value, str) and "\0" in value
-        else None
-    )
+    if isinstance(value, str) and "\0" in value:
+        return "contains a NUL character, which Postgres can't store in jsonb"
+    return None
 
 
 def _unserializable(value: object) -> str | None:  # noqa: C901  one case for each type

@@ -30,6 +30,7 @@ from examples.demo.ledger import PARTITIONS, Figures, Ledger, Reconciliation
 from examples.demo.processes import Child, DemoFailed
 from outbox._app.console import failing_clearly
 from outbox.sandbox._process import patience
+from outbox.sandbox.errors import tail
 from outbox.testing.fixtures import Topics
 from outbox.urls import libpq_url, sqlalchemy_url, with_database
 from relay.cli.web import open_in_browser
@@ -310,7 +311,7 @@ class Demo:
             if moving != last:
                 moved_at, last = time.monotonic(), moving
             if time.monotonic() - moved_at > STALL_SECONDS * patience():
-                logs = "\n".join(f"--- {child.name}\n{child.tail(12)}" for child in children)
+                logs = "\n".join(tail(child.log, 12) for child in children)
                 raise DemoFailed(f"nothing has moved for {time.monotonic() - moved_at:.0f} s: {figures}\n{logs}")
             time.sleep(LOOK_SECONDS)
 

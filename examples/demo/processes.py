@@ -11,6 +11,7 @@ from typing import Final
 
 from outbox.errors import OutboxError
 from outbox.sandbox._process import Supervised
+from outbox.sandbox.errors import tail
 
 RESTART_SECONDS: Final = 1.0
 """How long a killed process stays away."""
@@ -32,7 +33,7 @@ class Child:
         self.name = name
         self._command = command
         self._env = env
-        self._log = folder / f"{name}.log"
+        self.log = folder / f"{name}.log"
         self._ready_text = ready
         self._process: Supervised | None = None
         self._ready = False
@@ -47,15 +48,15 @@ class Child:
     def ready(self) -> bool:
         """Return whether it runs now, and is ready for work."""
         if self.running and not self._ready:
-            with self._log.open("rb") as file:
+            with self.log.open("rb") as file:
                 file.seek(self._log_start)
                 self._ready = self._ready_text in file.read().decode(errors="replace")
         return self.running and self._ready
 
     def start(self) -> None:
-        self._log_start = self._log.stat().st_size if self._log.exists() else 0
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._ready, self._restart_at = False, None
-        self._process = Supervised(self._command, log=self._log, env={**os.environ, **self._env})
+        self._process = Supervised(self._command, log=self.log, env={**os.environ, **self._env})
 
     def crash(self) -> None:
         """Kill it by SIGKILL; ``restart_if_due`` starts it again."""
@@ -76,7 +77,7 @@ class Child:
             return None
         self._process.wait(5)
         if self._process.exit_code:
-            raise DemoFailed(f"{self.name} ended with status {self._process.exit_code}:\n{self.tail()}")
+            raise DemoFailed(f"{self.name} ended with status {self._process.exit_code}:\n{tail(self.log, 25)}")
         return None
 
     def stop(self) -> None:
@@ -90,11 +91,6 @@ class Child:
             self.stop()
             if not self._process.wait(seconds):
                 self._kill()
-
-    def tail(self, lines: int = 25) -> str:
-        if not self._log.exists():
-            return ""
-        return "\n".join(line[:300] for line in self._log.read_text(errors="replace").splitlines()[-lines:])
 
     def _kill(self) -> None:
         assert self._process is not None

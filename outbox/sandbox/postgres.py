@@ -116,9 +116,7 @@ class PostgresServer:
         Raises PortTaken when another process has the requested port, StartFailed with the end of the log when the
         server does not become ready, ServiceError when Postgres is not installed.
         """
-        if self.running:
-            return self
-        if self.attach():
+        if self.running or self.attach():
             return self
         program = binaries(self._user) / "postgres"
         self._initialize()
