@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -107,12 +106,11 @@ class Broker:
         # The formatted storage depends on the settings, but not on the node: one program start for a cluster, not
         # three.
         key = (self._runtime()[1], tuple(sorted(item for item in properties.items() if item[0] not in _NODE_SETTINGS)))
-        with _formatting:
-            found = _formatted.get(key)
-            if found is None:
-                self._format(cluster_id)
-                _formatted[key] = {path.name: path.read_bytes() for path in data.iterdir() if path.is_file()}
-                return
+        found = _formatted.get(key)
+        if found is None:
+            self._format(cluster_id)
+            _formatted[key] = {path.name: path.read_bytes() for path in data.iterdir() if path.is_file()}
+            return
         new = self.directory / "formatting"
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir()
@@ -165,8 +163,6 @@ class Broker:
 
 _formatted: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, bytes]] = {}
 """The files of formatted storage, by class path and settings."""
-
-_formatting: Final = threading.Lock()
 
 _NODE_SETTINGS: Final = ("node.id", "listeners", "advertised.listeners", "controller.quorum.voters")
 

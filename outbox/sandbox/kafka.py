@@ -13,7 +13,6 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final, Self
@@ -237,9 +236,7 @@ class KafkaCluster:
         size = self._wanted_size or 1
         ports = free_ports(2 * size)
         nodes = [Node(index + 1, ports[2 * index], ports[2 * index + 1]) for index in range(size)]
-        cluster_id = new_id()
-        if cluster_id.startswith("-"):  # the format tool would parse it as an option
-            cluster_id = "A" + cluster_id[1:]
+        cluster_id = "A" + new_id()[1:]  # the format tool would parse one with a - in front as an option
         if not self._temporary:
             # Before anything else, so that the next start resumes an interrupted one.
             make_directory(self.data_dir, unprivileged_user())
@@ -337,13 +334,8 @@ class KafkaCluster:
     def _start_missing(self) -> None:
         missing = [broker for broker in self._brokers if not broker.running]
         self._check_ports(missing)
-        self._runtime()
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            prepared = [
-                pool.submit(broker.prepare, self._cluster_id, self._properties(broker.node)) for broker in missing
-            ]
-            for future in prepared:
-                future.result()
+        for broker in missing:
+            broker.prepare(self._cluster_id, self._properties(broker.node))
         try:
             for broker in missing:
                 broker.launch()
