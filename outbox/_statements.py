@@ -101,7 +101,7 @@ def insert_many(schema: str, *, lock_key: bool) -> Statement:
     given = f"given AS (SELECT * FROM {_rows(COLUMNS)})"
     return Statement(
         f"WITH {given}{locks} INSERT INTO {SCHEMA}events ({_listed(COLUMNS)}) "
-        f"SELECT {_chosen()} FROM given AS new WHERE true{condition} ORDER BY new.n",
+        f"SELECT {_CHOSEN} FROM given AS new WHERE true{condition} ORDER BY new.n",
         schema,
     )
 
@@ -114,7 +114,7 @@ def schedule_many(schema: str) -> Statement:
     """
     return Statement(
         f"INSERT INTO {SCHEMA}scheduled ({_listed(COLUMNS)}, not_before) "
-        f"SELECT {_chosen()}, {_NOT_BEFORE} FROM {_rows(COLUMNS)} ORDER BY new.n",
+        f"SELECT {_CHOSEN}, {_NOT_BEFORE} FROM {_rows(COLUMNS)} ORDER BY new.n",
         schema,
     )
 
@@ -133,7 +133,7 @@ def insert_unique(schema: str, *, scheduled: bool, lock_key: bool) -> Statement:
     text = f"""
 WITH rows AS (SELECT * FROM {_rows((*COLUMNS, KEY))}),
 reused AS (
-    SELECT {_texts()} FROM {keys} AS k, rows AS r
+    SELECT {_TEXTS} FROM {keys} AS k, rows AS r
      WHERE {_same_key("k", "r")} AND (k.aggregate_id <> r.aggregate_id OR k.event_type <> r.event_type)),
 given AS (SELECT * FROM rows WHERE NOT EXISTS (SELECT FROM reused)),
 fresh AS (
@@ -142,7 +142,7 @@ fresh AS (
      WHERE g.{KEY} IS NOT NULL ORDER BY g.aggregate_type, g.{KEY}
         ON CONFLICT DO NOTHING RETURNING aggregate_type, {KEY}){locks},
 written AS (
-    INSERT INTO {SCHEMA}{table} ({_listed(COLUMNS)}{more}) SELECT {_chosen()}{time} FROM given AS new
+    INSERT INTO {SCHEMA}{table} ({_listed(COLUMNS)}{more}) SELECT {_CHOSEN}{time} FROM given AS new
      WHERE (new.{KEY} IS NULL OR EXISTS (SELECT FROM fresh AS f WHERE {_same_key("f", "new")})){condition}
      ORDER BY new.n)
 SELECT aggregate_type, {KEY}, NULL::text, NULL::text, NULL::text FROM fresh UNION ALL SELECT * FROM reused"""
@@ -153,7 +153,7 @@ SELECT aggregate_type, {KEY}, NULL::text, NULL::text, NULL::text FROM fresh UNIO
 def known_keys(schema: str) -> Statement:
     """Return a statement that binds lists of aggregate types and keys, and returns KEY_COLUMNS of the known ones."""
     keys, rows = f"{SCHEMA}idempotency_keys", _rows(("aggregate_type", KEY))
-    return Statement(f"SELECT {_texts()} FROM {keys} AS k, {rows} WHERE {_same_key('k', 'new')}", schema)
+    return Statement(f"SELECT {_TEXTS} FROM {keys} AS k, {rows} WHERE {_same_key('k', 'new')}", schema)
 
 
 @cache
@@ -216,10 +216,6 @@ def _rows(names: tuple[str, ...]) -> str:
     return f"unnest({arrays}) WITH ORDINALITY AS new({_listed(names)}, n)"
 
 
-def _chosen() -> str:
-    return ", ".join(_typed(name, f"new.{name}") for name in COLUMNS)
-
-
 def _locks() -> tuple[str, str]:
     """Return CTEs that lock every key of ``given``, and a condition that does it and is then true."""
     # hashtextextended as in events.lane, with another seed.
@@ -228,10 +224,6 @@ def _locks() -> tuple[str, str]:
     keys = f"SELECT DISTINCT {key} AS key FROM given ORDER BY 1"
     ctes = f", locks AS MATERIALIZED (SELECT pg_catalog.pg_advisory_xact_lock(key) FROM ({keys}) AS keys)"
     return ctes, " AND (SELECT pg_catalog.count(*) FROM locks) > 0::bigint"
-
-
-def _texts() -> str:
-    return ", ".join(f"CAST(k.{name} AS text) AS {name}" for name in KEY_COLUMNS)
 
 
 def _same_key(one: str, other: str) -> str:
@@ -248,3 +240,7 @@ def _plain(name: str) -> str:
 
 def _typed(name: str, value: str) -> str:
     return f"CAST({value} AS {_TYPES[name]})" if name in _TYPES else value
+
+
+_CHOSEN: Final = ", ".join(_typed(name, f"new.{name}") for name in COLUMNS)
+_TEXTS: Final = ", ".join(f"CAST(k.{name} AS text) AS {name}" for name in KEY_COLUMNS)
