@@ -30,7 +30,6 @@ _LOGGING: Final = """\
     <Root level="INFO"><AppenderRef ref="file"/></Root>
     <Logger name="org.apache.kafka.common.config" level="WARN"/>
     <Logger name="kafka.server.KafkaConfig" level="WARN"/>
-    <Logger name="org.apache.zookeeper" level="WARN"/>
   </Loggers>
 </Configuration>
 """

@@ -316,7 +316,6 @@ class KafkaCluster:
             "group.initial.rebalance.delay.ms": "0",
             # The default is a third of a small heap.
             "log.cleaner.dedupe.buffer.size": str(16 << 20),
-            "controlled.shutdown.enable": "true",
             # A killed broker is readmitted when its old session has expired: nine seconds by default. Several brokers
             # on one busy machine need some slack, or a slow one is fenced.
             "broker.session.timeout.ms": "2000" if len(self._brokers) == 1 else "4000",
