@@ -23,7 +23,6 @@ from outbox.testing.fixtures import Topics
 ROOT: Final = Path(__file__).parents[2]
 PARTITIONS: Final = 4
 LANES: Final = 4
-_SECONDS: Final = 30.0
 # One line per statement, with its database. max_connections: a relay may open one for each of 256 lanes.
 _POSTGRES: Final = {"log_line_prefix": "%m [%p] db=%d ", "max_connections": "700", "max_replication_slots": "40"}
 
@@ -187,15 +186,6 @@ class Servers:
         return name
 
     def _remove(self, site: Site, topics: Topics) -> None:
-        with psycopg.connect(self.postgres.url(), autocommit=True) as connection:
-            slots = "SELECT active_pid FROM pg_replication_slots WHERE database = %s AND active"
-
-            def free() -> bool:
-                for (pid,) in connection.execute(slots, (site.database,)).fetchall():
-                    connection.execute("SELECT pg_terminate_backend(%s)", (pid,))
-                return connection.execute(slots, (site.database,)).fetchone() is None
-
-            wait_until(free, f"the slots of {site.database} to be free", _SECONDS)
         self.postgres.drop_database(site.database)
         with psycopg.connect(self.postgres.url(), autocommit=True) as connection:
             for (role,) in connection.execute(
