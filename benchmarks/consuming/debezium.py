@@ -11,16 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
+from benchmarks.consuming.stage import ORDERS, Stage
 from outbox.sandbox import jars
 from release.jars import Roots
-
-if TYPE_CHECKING:
-    from benchmarks.consuming.stage import Stage
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
@@ -138,11 +136,9 @@ def _until_there(
     Without counting the rows again and again, which would cost it what others spend on the work: they are counted
     when the table has stopped to grow.
     """
-    size = sql.SQL("SELECT pg_relation_size({})").format(sql.Literal(table))
-    if upsert:
-        size = sql.SQL("SELECT sum(seq) FROM {}").format(sql.Identifier(table))
-    count = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(table))
-    keys = sql.SQL("SELECT sum(seq) FROM {}").format(sql.Identifier(table))
+    count = sql.SQL("SELECT sum(seq) FROM {}" if upsert else "SELECT count(*) FROM {}").format(sql.Identifier(table))
+    size = count if upsert else sql.SQL("SELECT pg_relation_size({})").format(sql.Literal(table))
+    wanted = ORDERS.expected(events)[1] if upsert else events
     deadline = time.monotonic() + _SECONDS
     before, grown = None, time.perf_counter()
     looked_at, asked = None, time.monotonic()
@@ -152,20 +148,13 @@ def _until_there(
             before, grown = now, time.perf_counter()
         elif now != looked_at and time.perf_counter() - grown > 2 * _EVERY:
             looked_at = now
-            found = connection.execute(keys if upsert else count).fetchone()
-            if found is not None and found[0] == _wanted(events, upsert=upsert):
+            if connection.execute(count).fetchone() == (wanted,):
                 return grown
         if time.monotonic() - asked > 20 * _EVERY:
             asked = time.monotonic()
             worker.state(table)
         time.sleep(_EVERY)
     raise TimeoutError(f"{table}: not all events after {_SECONDS:g} s: {before}; {worker.state(table)}")
-
-
-def _wanted(events: int, *, upsert: bool) -> int:
-    from benchmarks.consuming.stage import ORDERS
-
-    return ORDERS.expected(events)[1] if upsert else events
 
 
 def _worker(stage: Stage) -> Worker:
