@@ -159,7 +159,6 @@ def build(settings: Settings) -> Supervisor:
             all_lanes=None if wal is None else wal.begin,
             let_go_all=(lambda: None) if wal is None else wal.end,
             sends_again=settings.delivery is not Delivery.AT_MOST_ONCE,
-            ends_with_session=settings.delivery is not Delivery.AT_MOST_ONCE,
             upkeep=upkeep,
             besides=tuple if transactions is None else transactions.waits,
             topics=topics.reasons,
