@@ -30,7 +30,7 @@ from relay.database import LOCK_PART, Connector
 from relay.kafka.client import accepted_before, log_unreachable
 from relay.kafka.fencing import Fencing, ShortLivedProducer
 from relay.kafka.idempotent import IdempotentPublisher
-from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
+from relay.kafka.open_transactions import TransactionWatch
 from relay.kafka.ordered import OrderedProducer
 from relay.kafka.partition_counts import PartitionCounts
 from relay.kafka.producer import Sending
@@ -46,7 +46,7 @@ from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repair
 from relay.metrics.storage import Place, StorageWatch
 from relay.metrics.topics import TopicBacklogs
 from relay.operations.wal_setup import SlotHealing
-from relay.parts import build_failures, build_router, build_topics
+from relay.parts import build_failures, build_open_transactions, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
@@ -109,7 +109,7 @@ def build(settings: Settings) -> Supervisor:
     if settings.source is SourceKind.WAL:
         wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
     registry = CollectorRegistry()
-    transactions = _transactions(settings) if exact else None
+    transactions = TransactionWatch(build_open_transactions(settings)) if exact else None
     partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = [MaintenanceTask("server", connect.look, _WATCH_SECONDS), *_upkeep(settings, connect, instance, registry)]
     clock = DatabaseClock()
@@ -331,13 +331,6 @@ def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publish
             return transactional(store)
 
     return new_publisher
-
-
-def _transactions(settings: Settings) -> TransactionWatch:
-    timeout = int(producer_options(settings)["transaction.timeout.ms"]) / 1000
-    # Not the publisher's router, which another thread uses.
-    may_write = build_router(settings).may_write
-    return TransactionWatch(OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout))
 
 
 def _new_base(settings: Settings) -> str:
