@@ -58,10 +58,7 @@ class Background:
 
 def interrupt(connection: psycopg.Connection[Any]) -> None:
     """End another thread's wait on the connection at once, even if the server does not answer."""
-    with (
-        contextlib.suppress(OSError, psycopg.Error),
-        socket.socket(fileno=os.dup(connection.fileno())) as duplicate,
-    ):
+    with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         duplicate.shutdown(socket.SHUT_RDWR)
 
 

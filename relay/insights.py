@@ -370,11 +370,7 @@ def read_rows(
 
     Raises Unavailable, also when it takes too long, and SchemaError without the tables or the rights.
     """
-    with (
-        unavailable_on_error(doing),
-        connection.transaction(),
-        connection.cursor(row_factory=dict_row) as cursor,
-    ):
+    with unavailable_on_error(doing), connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
         set_json_loads(exact_json.loads, cursor)
         cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
         return cursor.execute(sql.SQL(statement).format(**names), values).fetchall()

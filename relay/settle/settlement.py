@@ -57,24 +57,10 @@ from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lane import listed
 from relay.core.lease import LOCKED_SECONDS, Lease
-from relay.core.ports import (
-    NOTHING,
-    Claim,
-    DatabaseUnavailable,
-    LaneLocked,
-    LaneLost,
-    RecordMetadata,
-    UnsettledBatch,
-)
+from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, RecordMetadata, UnsettledBatch
 from relay.database import again_if_left, unavailable_on_error
 from relay.failpoints import failpoint
-from relay.settle.statements import (
-    END_IDLE,
-    KEEP_TO_THE_INDEX,
-    SettlingStatements,
-    array,
-    lease_values,
-)
+from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
 
 RENEW_PART: Final = 0.7
 """A lease with less than this part of its time left is renewed with the next turn."""
