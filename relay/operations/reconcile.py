@@ -121,14 +121,10 @@ class Reconciler:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._url = settings.require_database()
-        self._connect = Connector(self._url, "outbox relay reconcile")
+        self._settings = settings
+        self._connect = Connector(settings.require_database(), "outbox relay reconcile")
         self._prefix = f"{settings.name}.relay."
         self._own = f"{self._prefix}reconcile-{uuid.uuid4()}"
-        self._archive_days = settings.relay.archive_days
-        self._archive = self._archive_days > 0
-        self._schema = settings.db_schema
-        self._source = settings.ce_source
         self._router = build_router(settings)
         self._client = client_options(settings)
         self._producer = producer_options(settings)
@@ -136,7 +132,8 @@ class Reconciler:
         self._ended: dict[int, int] | None = None
         self._names = names_of(settings.db_schema)
         self._connection = self._connect()
-        self._rows = LaneRows(self._connection, self._names, self._router, self._client, archive=self._archive)
+        archive = settings.relay.archive_days > 0
+        self._rows = LaneRows(self._connection, self._names, self._router, self._client, archive=archive)
         self._hidden = HiddenEvents(self._rows, self._router, self._state, self._client, self._producer)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:
@@ -340,7 +337,8 @@ class Reconciler:
         if timeline == seen.timeline:
             return None
         if self._ended is None:
-            with closing(Replication(self._url, "outbox relay reconcile")) as replication:
+            url = self._settings.require_database()
+            with closing(Replication(url, "outbox relay reconcile")) as replication:
                 self._ended = replication.switches(seen.timeline)
         return self._ended.get(timeline)
 
