@@ -49,8 +49,6 @@ _MAY_DELETE: Final = """r.rolname = current_user
 
 
 class RowProblem(NamedTuple):
-    """What is wrong, and what to do about it."""
-
     found: str
     do: str
 

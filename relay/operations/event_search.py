@@ -90,8 +90,6 @@ class Contents:
 
 
 class EventSearch:
-    """The events of one outbox."""
-
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
         self._names = names_of(schema)

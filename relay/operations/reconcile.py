@@ -455,7 +455,6 @@ class Reconciler:
                 self._note("reconcile", reason, {"hanging": found})
 
     def _audit_found(self, reason: str) -> None:
-        """Record what will be settled, for each lane."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             superseded = self._rows.superseded()
             for lane, ids in self._rows.found_ids().items():

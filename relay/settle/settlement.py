@@ -328,7 +328,6 @@ class Settlement:
         return {lane: self.lost(lane) for lane in missing if lane not in held}
 
     def lost(self, lane: int) -> LaneLost:
-        """Return the error for a lane that another relay has taken."""
         held = self.lanes[lane]
         text = f"lane {lane}: epoch {held.lease.epoch} of {held.lease.owner} is over, another relay has taken the lane"
         unsettled = len(held.pending.rows) if held.pending.number is None else 0
@@ -467,7 +466,6 @@ def _versions(held: Sequence[SettledLane]) -> str:
 
 
 def lanes_text(lanes: Collection[int]) -> str:
-    """Return lanes for error texts."""
     return f"lane{'' if len(lanes) == 1 else 's'} {listed(lanes)}"
 
 
