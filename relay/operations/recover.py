@@ -181,8 +181,10 @@ class Recovery(Reconciler):
         if findings.hanging:
             raise OperationRefused(_hides(findings.hanging))
         bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
-        days = self._settings.relay.archive_days
-        archived_from = self._archived_from(days, bound["later"]) if days else None
+        archived_from = None
+        if days := self._settings.relay.archive_days:
+            [(first,)] = self._rows.run(statements.ARCHIVE_FROM, {"days": days}, "reading the archive")
+            archived_from = first if first > bound["later"] else None
         known = None if archived_from is None else archived_from + CLOCKS
         bound |= {"archive": days > 0, "dead": DEAD_LETTER, "known": known}
         self._rows.list_rows([state.lane for state in findings.lanes])
@@ -281,11 +283,6 @@ class Recovery(Reconciler):
     def _compare(self, lane: int, seen: Lane, read: MarkersRead) -> tuple[Marker | None, str | None]:
         """Leave out the markers of another outbox: this one has none, so none is written."""
         return (None, None) if seen.disowns(read.markers.get(lane)) else super()._compare(lane, seen, read)
-
-    def _archived_from(self, days: int, later: dt.datetime) -> dt.datetime | None:
-        """Return when the archive of so many days begins, if that is after the point."""
-        [(first,)] = self._rows.run(statements.ARCHIVE_FROM, {"days": days}, "reading the archive")
-        return first if first > later else None
 
     def _missing(
         self, bound: Mapping[str, Any], lost: Sequence[EventPlace]
