@@ -261,9 +261,7 @@ class Settlement:
 
     def take_failed(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Return which of these lanes were not held, and forget them; ``finish`` returns the others."""
-        failed = {lane: error for lane, error in self._failed_behind.items() if lane in lanes}
-        self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
-        return failed
+        return {lane: self._failed_behind.pop(lane) for lane in lanes if lane in self._failed_behind}
 
     def _end(self, behind: RunningStatement, deadline: float | None) -> Sequence[int]:
         """Wait for a statement. Returns the lanes that were not held; starts it again for those that have moved."""
