@@ -189,15 +189,13 @@ class Recovery(Reconciler):
         bound |= {"archive": days > 0, "dead": DEAD_LETTER, "known": known}
         self._rows.list_rows([state.lane for state in findings.lanes])
         read, others = self._read_topics(self._starts(bound))
-        there = sql.SQL(statements.THERE)
-
-        def compared(statement: str, **names: sql.Composable) -> list[Any]:
-            values: dict[str, Any] = {"replay": REPLAY, "dead": DEAD_LETTER}
-            values |= {"types": list(compacted), "topics": list(compacted.values())}
-            return self._rows.run(statement, values, "comparing events", there=there, **names)
-
         kinds = self._rows.run(statements.STANDING_TYPES, (), "reading the kinds of events")
         compacted = self._rows.compacted([kind for (kind,) in kinds])
+        values: dict[str, Any] = {"replay": REPLAY, "dead": DEAD_LETTER}
+        values |= {"types": list(compacted), "topics": list(compacted.values())}
+
+        def compared(statement: str, **names: sql.Composable) -> list[Any]:
+            return self._rows.run(statement, values, "comparing events", there=sql.SQL(statements.THERE), **names)
 
         def standing(table: str, lane: sql.Composable, until: LiteralString) -> list[StandingRow]:
             names = {"table": self._names[table], "lane": lane, "until": sql.SQL(until).format(**self._names)}

@@ -428,15 +428,14 @@ class Settlement:
         reasons: dict[int, OutboxError] = {lane: self.lost(lane) for lane in lanes}
         for lane, last_batch, named in rows:
             known = self.lanes[lane]
-            if known.expected in {None, last_batch} and known.own_id in {None, named}:
+            if known.expected not in {None, last_batch}:
+                changed = f"batch {last_batch} instead of {known.expected}"
+            elif known.own_id not in {None, named}:
+                changed = f"transactional id {named!r} instead of {known.own_id!r}"
+            else:
                 reasons[lane] = LaneLocked(lane)
                 continue
             known.confirmed = False
-            changed = (
-                f"transactional id {named!r} instead of {known.own_id!r}"
-                if known.expected in {None, last_batch}
-                else f"batch {last_batch} instead of {known.expected}"
-            )
             reasons[lane] = DatabaseUnavailable(
                 f"lane {lane}: its row has changed ({changed}): "
                 "Postgres has lost a commit, or the row was changed by hand; the lane is compared with its marker again"
