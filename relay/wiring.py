@@ -82,7 +82,8 @@ _BASES: Final = 8
 def build(settings: Settings) -> Supervisor:
     """Return a relay that is ready to run. Raises ConfigurationError before connecting."""
     instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    connect = RelayConnector(settings.require_database(), f"outbox relay {instance}"[:63])
+    name = f"outbox relay {instance}"[:63]
+    connect = RelayConnector(settings.require_database(), name)
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
     if settings.delivery is Delivery.AT_MOST_ONCE:
@@ -105,9 +106,7 @@ def build(settings: Settings) -> Supervisor:
         transactional=exact,
         batch_size=settings.relay.batch_size,
     )
-    wal = None
-    if settings.source is SourceKind.WAL:
-        wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
+    wal = _Wal(settings, connect, name, renew_part) if settings.source is SourceKind.WAL else None
     registry = CollectorRegistry()
     transactions = TransactionWatch(build_open_transactions(settings)) if exact else None
     partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
@@ -130,7 +129,7 @@ def build(settings: Settings) -> Supervisor:
             required=settings.relay.sink_url is not None,
         )
         upkeep.append(MaintenanceTask("groups", groups.look, _WATCH_SECONDS))
-        storage = StorageWatch(_places(settings, connect, instance), outbox.shows, registry)
+        storage = StorageWatch(_places(settings, connect, name), outbox.shows, registry)
         upkeep.append(MaintenanceTask("storage", storage.look, _WATCH_SECONDS))
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
@@ -179,10 +178,10 @@ def build(settings: Settings) -> Supervisor:
     return relay
 
 
-def _places(settings: Settings, connect: Connector, instance: str) -> list[Place]:
+def _places(settings: Settings, connect: Connector, name: str) -> list[Place]:
     """Return the schemas whose tables' sizes are shown: those of the outbox, and of its consumers."""
     sink = settings.relay.sink_url
-    to_sink = connect if sink is None else Connector(sink, f"outbox relay {instance}"[:63])
+    to_sink = connect if sink is None else Connector(sink, name)
     archive = {"published": settings.relay.archive_days} if settings.relay.archive_days else {}
     return [
         Place(connect, settings.db_schema, archive),

@@ -43,6 +43,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -231,12 +232,7 @@ class Settlement:
 
     def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> RunningStatement:
         sent = self._new(lanes, missing=missing)
-        query, values = self._statement(sent)
-
-        def execute() -> None:
-            self._execute(sent, query, values)
-
-        self.background.start(execute)
+        self.background.start(partial(self._execute, sent, *self._statement(sent)))
         return sent
 
     def end(self, deadline: float | None = None) -> None:
