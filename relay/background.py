@@ -58,10 +58,7 @@ class Background:
 
 def interrupt(connection: psycopg.Connection[Any]) -> None:
     """End another thread's wait on the connection at once, even if the server does not answer."""
-    with (
-        contextlib.suppress(OSError, psycopg.Error),
-        socket.socket(fileno=os.dup(connection.fileno())) as duplicate,
-    ):
+    with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
         duplicate.shutdown(socket.SHUT_RDWR)
 
 
@@ -85,10 +82,8 @@ def run_within(connection: psycopg.Connection[Any], statement: str, seconds: flo
         else:
             connection.cancel_safe(timeout=_CANCEL_SECONDS)
             late, deadline = True, time.monotonic() + _CANCEL_SECONDS
-    results = []
-    while (result := pgconn.get_result()) is not None:
-        results.append(result)
-    for result in results:
+    # All of them first: the connection is free only then.
+    for result in list(iter(pgconn.get_result, None)):
         error = errors.error_from_result(result) if result.status == pq.ExecStatus.FATAL_ERROR else None
         if error is not None and not (late and isinstance(error, errors.QueryCanceled)):
             raise error

@@ -38,12 +38,7 @@ _REPLICA_IDENTITY: Final = "CheckCmdReplicaIdentity"
 _RECOVERY: Final = "xlogfuncs.c"
 _RAISE: Final = "exec_stmt_raise"
 # A schema change in progress, or rights not granted yet: worth retrying, but an operator may be needed.
-_SCHEMA: Final = (
-    errors.UndefinedTable,
-    errors.UndefinedColumn,
-    errors.InvalidSchemaName,
-    errors.InsufficientPrivilege,
-)
+_SCHEMA: Final = (errors.UndefinedTable, errors.UndefinedColumn, errors.InvalidSchemaName, errors.InsufficientPrivilege)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ is estimated from the planner's statistics.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -282,36 +282,39 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
     tables["next_due"] = next_due(tables)
     tables["differences"] = sql.SQL("'[]'::jsonb")
     bound = {"most": COUNTED, "events": sql.Identifier(schema, "events").as_string(None)}
-
+    visible = VisibleTables(connection, schema)
     with unavailable_on_error("looking at the outbox"), connection.cursor(row_factory=dict_row) as cursor:
 
-        def read(text: str) -> list[dict[str, Any]]:
+        def execute(text: str) -> list[dict[str, Any]]:
             return cursor.execute(sql.SQL(text).format(**tables), bound).fetchall()
 
-        lanes: list[LaneState] = []
-        relays: list[RelayState] = []
-        visible = VisibleTables(connection, schema)
+        def read(text: str, *needed: str) -> list[dict[str, Any]] | None:
+            """Return rows; None if the role can't read one of these tables."""
+            rows = None
+            with visible.reading(*needed):
+                rows = execute(text)
+            return rows
+
         with one_snapshot(connection, _STATEMENT_SECONDS):
             cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
-            pauses: Sequence[Paused] = ()
-            with visible.reading("pauses", "relays", "lanes"):
-                pauses = _paused(read(_PAUSES))
+            pauses = _paused(read(_PAUSES, "pauses", "relays", "lanes") or ())
             now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
-            with visible.reading("lanes"):
-                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
-            verified: list[Verified] = []
-            with visible.reading("verified"):
-                verified = [Verified(**row) for row in read(_VERIFIED) if row["topic"] != ALL_TOPICS]
-            with visible.reading("relays"):
-                relays = [RelayState(**row) for row in read(_RELAYS)]
-            figures = _counts(visible, read)
-            (rest,) = read(_REST)
+            lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES, "lanes") or ()]
+            verified = [Verified(**row) for row in read(_VERIFIED, "verified") or () if row["topic"] != ALL_TOPICS]
+            relays = [RelayState(**row) for row in read(_RELAYS, "relays") or ()]
+            counts = ("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds")
+            figures: dict[str, Any] = dict.fromkeys(counts)
+            for table, query in (("failures", _FAILURES), ("dead_letters", _DEAD), ("scheduled", _SCHEDULED)):
+                for row in read(query, table) or ():
+                    figures |= row
+            (rest,) = execute(_REST)
             # Last, so that all else is known where this takes too long.
-            waiting: dict[int, dict[str, Any]] | None = None
-            with suppress(psycopg.errors.QueryCanceled), visible.reading("events", "lanes"):
-                waiting = {row["lane"]: row for row in read(WAITING)}
+            waiting = None
+            with suppress(psycopg.errors.QueryCanceled):
+                waiting = read(WAITING, "events", "lanes")
     if waiting is not None:
-        lanes = [replace(lane, **waiting[lane.lane]) for lane in lanes if lane.lane in waiting]
+        of_lane = {row["lane"]: row for row in waiting}
+        lanes = [replace(lane, **of_lane[lane.lane]) for lane in lanes if lane.lane in of_lane]
     held: dict[str | None, list[int]] = {}
     for lane in lanes:
         if lane.held:
@@ -339,15 +342,6 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
     )
 
 
-def _counts(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the counts of failed and of scheduled events; None for those of a table that the role can't read."""
-    figures: dict[str, Any] = dict.fromkeys(("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds"))
-    for table, query in (("failures", _FAILURES), ("dead_letters", _DEAD), ("scheduled", _SCHEDULED)):
-        with visible.reading(table):
-            figures |= read(query)[0]
-    return figures
-
-
 def without_event(names: Mapping[str, sql.Composable]) -> sql.Composable:
     return sql.SQL(_WITHOUT_EVENT).format(**names)
 
@@ -370,11 +364,7 @@ def read_rows(
 
     Raises Unavailable, also when it takes too long, and SchemaError without the tables or the rights.
     """
-    with (
-        unavailable_on_error(doing),
-        connection.transaction(),
-        connection.cursor(row_factory=dict_row) as cursor,
-    ):
+    with unavailable_on_error(doing), connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
         set_json_loads(exact_json.loads, cursor)
         cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
         return cursor.execute(sql.SQL(statement).format(**names), values).fetchall()

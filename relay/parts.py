@@ -6,7 +6,8 @@ from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from outbox._app.settings import client_options
-from relay.config import Settings
+from relay.config import Settings, producer_options, state_topic_name
+from relay.kafka.open_transactions import OpenTransactions
 from relay.kafka.routing import Route, Router
 from relay.kafka.topics import Topics
 from relay.settle.retries import Failures
@@ -28,6 +29,13 @@ def build_router(settings: Settings) -> Router:
 
 def build_failures(settings: Settings) -> Failures:
     return Failures(settings.db_schema, settings.failures, build_router(settings))
+
+
+def build_open_transactions(settings: Settings) -> OpenTransactions:
+    # Only exactly-once sets it. A router of its own: another thread uses the publisher's.
+    timeout = int(producer_options(settings).get("transaction.timeout.ms", 60_000)) / 1000
+    may_write = build_router(settings).may_write
+    return OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout)
 
 
 def build_topics(settings: Settings, held: Callable[[], AbstractSet[str]] = frozenset) -> Topics:

@@ -7,7 +7,7 @@ again. The catalogs are readable by every role.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, LiteralString, NamedTuple
+from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -48,15 +48,13 @@ _MAY_DELETE: Final = """r.rolname = current_user
         OR r.rolcanlogin AND relname = 'events' AND has_table_privilege(r.oid, kept.oid, 'DELETE')"""
 
 
-class RowProblem(NamedTuple):
-    """What is wrong, and what to do about it."""
+def row_problems(
+    connection: psycopg.Connection[Any], schema: str, *, every_role: bool = False
+) -> Sequence[tuple[str, str]]:
+    """Return what is wrong for this session's role, or with ``every_role`` for all that may delete events.
 
-    found: str
-    do: str
-
-
-def row_problems(connection: psycopg.Connection[Any], schema: str, *, every_role: bool = False) -> Sequence[RowProblem]:
-    """Return the problems of this session's role, or with ``every_role`` of all that may delete events."""
+    Each with what to do about it.
+    """
     roles: LiteralString = _MAY_DELETE if every_role else _OWN
     rows = connection.execute(sql.SQL(_FOUND).format(roles=sql.SQL(roles)), {"schema": schema}).fetchall()
     return [_problem(sql.Identifier(schema, table).as_string(), kind, name) for table, kind, name in rows]
@@ -68,21 +66,14 @@ def require_all_rows(connection: psycopg.Connection[Any], schema: str) -> None:
         raise StandingError("; ".join(f"{found}: {do}" for found, do in problems))
 
 
-def _problem(table: str, kind: str, name: str) -> RowProblem:
+def _problem(table: str, kind: str, name: str) -> tuple[str, str]:
     match kind:
         case "kind":
-            return RowProblem(
-                f"{table} is partitioned, or no table", "make it a plain table, as `outbox db sql` has it"
-            )
+            return f"{table} is partitioned, or no table", "make it a plain table, as `outbox db sql` has it"
         case "child":
-            return RowProblem(
-                f"{table} has the child table {name}, whose rows no relay publishes",
-                f"ALTER TABLE {name} NO INHERIT {table}",
-            )
+            found = f"{table} has the child table {name}, whose rows no relay publishes"
+            return found, f"ALTER TABLE {name} NO INHERIT {table}"
         case _:
-            role = sql.Identifier(name).as_string()
-            return RowProblem(
-                f"row security of {table} may hide rows from role {name}",
-                f"CREATE POLICY every_row ON {table} TO {role} USING (true) WITH CHECK (true), and restrict neither "
-                "its SELECT nor its DELETE",
-            )
+            policy = f"CREATE POLICY every_row ON {table} TO {sql.Identifier(name).as_string()}"
+            do = f"{policy} USING (true) WITH CHECK (true), and restrict neither its SELECT nor its DELETE"
+            return f"row security of {table} may hide rows from role {name}", do

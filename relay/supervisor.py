@@ -70,9 +70,8 @@ class Components:
     let_go_all: Callable[[], None] = lambda: None
     """Source wal: called when the worker has let go of all lanes."""
     sends_again: bool = True
-    """Whether the next holder of a lane sends again what was in flight."""
-    ends_with_session: bool = True
-    """Whether other relays may take the lanes as soon as this one's session in Postgres has ended. See lanes.py."""
+    """Whether the next holder of a lane sends again what was in flight. Then other relays may take the lanes as soon as
+    this one's session in Postgres has ended; see lanes.py."""
     upkeep: Sequence[MaintenanceTask] = ()
     besides: Callable[[], Sequence[Wait]] = tuple
     """Waits other than those of lanes, found by the upkeep tasks."""
@@ -244,7 +243,7 @@ class Supervisor:
         connection = components.connect()
         with unavailable_on_error("beginning a session"):
             pooled = not begin_session(connection, components.lease_seconds * LOCK_PART)
-            session = lock_session(connection) if components.ends_with_session and not pooled else None
+            session = lock_session(connection) if components.sends_again and not pooled else None
         # The next beat tells the others of this session, and the next renewal shows whether the lanes are still ours.
         self._beat_at = -1e9
         return LaneTable(

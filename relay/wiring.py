@@ -30,7 +30,7 @@ from relay.database import LOCK_PART, Connector
 from relay.kafka.client import accepted_before, log_unreachable
 from relay.kafka.fencing import Fencing, ShortLivedProducer
 from relay.kafka.idempotent import IdempotentPublisher
-from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
+from relay.kafka.open_transactions import TransactionWatch
 from relay.kafka.ordered import OrderedProducer
 from relay.kafka.partition_counts import PartitionCounts
 from relay.kafka.producer import Sending
@@ -46,7 +46,7 @@ from relay.metrics.relay import RelayMetrics, SlotWatch, build_info, slot_repair
 from relay.metrics.storage import Place, StorageWatch
 from relay.metrics.topics import TopicBacklogs
 from relay.operations.wal_setup import SlotHealing
-from relay.parts import build_failures, build_router, build_topics
+from relay.parts import build_failures, build_open_transactions, build_router, build_topics
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
@@ -82,7 +82,8 @@ _BASES: Final = 8
 def build(settings: Settings) -> Supervisor:
     """Return a relay that is ready to run. Raises ConfigurationError before connecting."""
     instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    connect = RelayConnector(settings.require_database(), f"outbox relay {instance}"[:63])
+    name = f"outbox relay {instance}"[:63]
+    connect = RelayConnector(settings.require_database(), name)
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
     if settings.delivery is Delivery.AT_MOST_ONCE:
@@ -105,11 +106,9 @@ def build(settings: Settings) -> Supervisor:
         transactional=exact,
         batch_size=settings.relay.batch_size,
     )
-    wal = None
-    if settings.source is SourceKind.WAL:
-        wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
+    wal = _Wal(settings, connect, name, renew_part) if settings.source is SourceKind.WAL else None
     registry = CollectorRegistry()
-    transactions = _transactions(settings) if exact else None
+    transactions = TransactionWatch(build_open_transactions(settings)) if exact else None
     partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = [MaintenanceTask("server", connect.look, _WATCH_SECONDS), *_upkeep(settings, connect, instance, registry)]
     clock = DatabaseClock()
@@ -130,7 +129,7 @@ def build(settings: Settings) -> Supervisor:
             required=settings.relay.sink_url is not None,
         )
         upkeep.append(MaintenanceTask("groups", groups.look, _WATCH_SECONDS))
-        storage = StorageWatch(_places(settings, connect, instance), outbox.shows, registry)
+        storage = StorageWatch(_places(settings, connect, name), outbox.shows, registry)
         upkeep.append(MaintenanceTask("storage", storage.look, _WATCH_SECONDS))
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
@@ -159,7 +158,6 @@ def build(settings: Settings) -> Supervisor:
             all_lanes=None if wal is None else wal.begin,
             let_go_all=(lambda: None) if wal is None else wal.end,
             sends_again=settings.delivery is not Delivery.AT_MOST_ONCE,
-            ends_with_session=settings.delivery is not Delivery.AT_MOST_ONCE,
             upkeep=upkeep,
             besides=tuple if transactions is None else transactions.waits,
             topics=topics.reasons,
@@ -180,10 +178,10 @@ def build(settings: Settings) -> Supervisor:
     return relay
 
 
-def _places(settings: Settings, connect: Connector, instance: str) -> list[Place]:
+def _places(settings: Settings, connect: Connector, name: str) -> list[Place]:
     """Return the schemas whose tables' sizes are shown: those of the outbox, and of its consumers."""
     sink = settings.relay.sink_url
-    to_sink = connect if sink is None else Connector(sink, f"outbox relay {instance}"[:63])
+    to_sink = connect if sink is None else Connector(sink, name)
     archive = {"published": settings.relay.archive_days} if settings.relay.archive_days else {}
     return [
         Place(connect, settings.db_schema, archive),
@@ -334,13 +332,6 @@ def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publish
     return new_publisher
 
 
-def _transactions(settings: Settings) -> TransactionWatch:
-    timeout = int(producer_options(settings)["transaction.timeout.ms"]) / 1000
-    # Not the publisher's router, which another thread uses.
-    may_write = build_router(settings).may_write
-    return TransactionWatch(OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout))
-
-
 def _new_base(settings: Settings) -> str:
     return f"{settings.name}.relay.{uuid.uuid4()}"
 
@@ -348,7 +339,6 @@ def _new_base(settings: Settings) -> str:
 def _upkeep(
     settings: Settings, connect: Connector, instance: str, registry: CollectorRegistry
 ) -> list[MaintenanceTask]:
-    """Return the relay's tasks besides publishing."""
     # Before and after a switch, a slot that is not read also fills the disk, and only polling relays can notice that.
     watch = SlotWatch(
         connect,

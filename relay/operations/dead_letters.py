@@ -93,7 +93,7 @@ _PICK: Final = """
 SELECT f.lane, f.id, f.event_id::text FROM {rows} AND (f.lane, f.id) > (%(lane)s, %(id)s)
  ORDER BY f.lane, f.id LIMIT %(limit)s"""
 
-_COUNT: Final = "SELECT count(*) FROM {rows}"
+_COUNT: Final = "SELECT count(*) FROM "
 
 # Under its old id, so that it comes before the later events of its key; and in failures, so that those wait for it (a
 # copy for a dead-letter topic blocks nothing), and so that the relay looks for it below its current position.
@@ -236,8 +236,6 @@ _DISCARDED: Final = (
 
 
 class DeadLetters:
-    """The failed events of one outbox."""
-
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
         self._names = names_of(schema)
@@ -297,7 +295,7 @@ class DeadLetters:
     def count(self, selection: Selection, *, discard: bool) -> dict[str, int]:
         with unavailable_on_error("counting failures"):
             return {
-                name: int(self._run(_COUNT, selection.bound(), rows=self._rows(rows))[0]["count"])
+                name: int(self._run(_COUNT + rows, selection.bound())[0]["count"])
                 for name, rows, _ in (_DISCARDED if discard else _RETRIED)
             }
 
@@ -369,7 +367,7 @@ class DeadLetters:
         A batch that can't lock a row, or takes too long, is retried with half of the rows. A single row that stays
         locked is added to ``locked`` and skipped.
         """
-        picked = self._rows(rows)
+        picked = sql.SQL(rows).format(**self._names)
         lane, last = -1, -1
         quick, suspects = _BATCH, 0
         while True:
@@ -403,9 +401,6 @@ class DeadLetters:
             lane, last = here[-1]["lane"], here[-1]["id"]
             if changed:
                 yield changed
-
-    def _rows(self, rows: LiteralString) -> sql.Composed:
-        return sql.SQL(rows).format(**self._names)
 
     def _run(self, query: LiteralString, values: dict[str, Any], **names: sql.Composable) -> Sequence[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:

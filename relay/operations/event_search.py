@@ -81,12 +81,6 @@ class EventCursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    rows: Sequence[Mapping[str, Any]]
-    next: EventCursor | None
-
-
-@dataclass(frozen=True, slots=True)
 class Contents:
     """What an event says: JSON text or bytes or, for a tombstone, neither; and its headers."""
 
@@ -96,8 +90,6 @@ class Contents:
 
 
 class EventSearch:
-    """The events of one outbox."""
-
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
         self._names = names_of(schema)
@@ -110,8 +102,11 @@ class EventSearch:
         *,
         days: int = 1,
         limit: int = PAGE,
-    ) -> Page:
-        """Return a page of events. ``days``: how far back to look among the published ones."""
+    ) -> tuple[Sequence[Mapping[str, Any]], EventCursor | None]:
+        """Return a page of events, and its last one; None for that if no page follows.
+
+        ``days``: how far back to look among the published ones.
+        """
         bound: dict[str, Any] = {
             "type": aggregate_type,
             "id": None if after is None else after.id,
@@ -125,9 +120,9 @@ class EventSearch:
         else:
             rows = read_rows(self._connection, doing, _MOVED, self._columns(state), bound)
         if len(rows) <= limit:
-            return Page(rows, None)
+            return rows, None
         last = rows[limit - 1]
-        return Page(rows[:limit], EventCursor(last["id"], last["moved_at"]))
+        return rows[:limit], EventCursor(last["id"], last["moved_at"])
 
     def _columns(self, state: EventState) -> dict[str, sql.Composable]:
         table, moved_at = _TABLES[state]

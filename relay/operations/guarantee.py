@@ -65,9 +65,7 @@ _BY_KEY: Final = Guarantee(
     "consumer.keep_days, and is dropped, as is another event with its key",
 )
 _BY_OFFSET: Final = Guarantee(
-    "exactly-once",
-    f"{_BY_ID.text}; what a producer repeats without an id is applied again",
-    "an id in each message",
+    "exactly-once", f"{_BY_ID.text}; what a producer repeats without an id is applied again", "an id in each message"
 )
 _BY_CONTENT: Final = Guarantee(
     "exactly-once",

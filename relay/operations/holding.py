@@ -60,6 +60,7 @@ class Holding:
         self.owner = f"reconcile-{secrets.token_hex(3)}"
         self._connect = connect
         self._names = names
+        # The caller alone changes what is held. The thread copies it meanwhile.
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
         self._former: dict[int, Collection[str]] = {}
@@ -79,27 +80,24 @@ class Holding:
 
     @property
     def epochs(self) -> dict[int, int]:
-        with self._lock:
-            return {lane: lease.epoch for lane, lease in self._leases.items()}
+        return {lane: lease.epoch for lane, lease in self._leases.items()}
 
     def values(self, lanes: Collection[int]) -> dict[str, Any]:
         """Return the leases of these lanes as parameters; see settle/statements.py."""
-        with self._lock:
-            return lease_values([self._leases[lane] for lane in lanes])
+        return lease_values([self._leases[lane] for lane in lanes])
 
     def add(self, lane: int, epoch: int, former: Collection[str]) -> None:
         """Hold one more lane; ``former`` are the transactional.ids that its row named."""
+        self._former[lane] = former
         with self._lock:
             self._leases[lane] = Lease(lane, epoch, LEASE_SECONDS, uptime(), owner=self.owner)
-            self._former[lane] = former
 
     def done(self, lane: int) -> None:
         with self._lock:
             del self._leases[lane]
 
     def former(self, lanes: Collection[int] | None = None) -> set[str]:
-        with self._lock:
-            return {each for lane, ids in self._former.items() if lanes is None or lane in lanes for each in ids}
+        return {each for lane, ids in self._former.items() if lanes is None or lane in lanes for each in ids}
 
     def _keep_renewing(self) -> None:
         while not self._stop.wait(_RENEW_SECONDS):

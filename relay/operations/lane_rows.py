@@ -196,7 +196,7 @@ class LaneRows:
         A replay, or a copy for a dead-letter topic, has the same id as its event, and is distinguished by its header.
         """
         for seen in committed_since(self._client, topics):
-            found = {(*key_of(one), content_of(one)) for one in seen if one.event_id is not None}
+            found = {(one.event_id, one.mark, content_of(one)) for one in seen if one.event_id is not None}
             if found:
                 self.run(_NOTE, [list(column) for column in zip(*found, strict=True)], "noting what stands on Kafka")
         self.supersede()
@@ -235,7 +235,7 @@ class LaneRows:
 
     def held(self, seen: Sequence[TopicRecord]) -> dict[str, int]:
         """Return the event ids of those records that have a listed row, each with the row's lane."""
-        keys = {key_of(found) for found in seen if found.event_id is not None}
+        keys = {(one.event_id, one.mark) for one in seen if one.event_id is not None}
         values = [event_id for event_id, _ in keys], [mark for _, mark in keys]
         return dict(self.run(_HELD, values, "looking for the rows of what hangs"))
 
@@ -255,11 +255,6 @@ class LaneRows:
         with unavailable_on_error(doing), self._connection.cursor() as cursor:
             cursor.execute(sql.SQL(statement).format(**self._names | names), values)
             return cursor.fetchall() if cursor.description else []
-
-
-def key_of(record: TopicRecord) -> tuple[str, str]:
-    """Return the event id and the mark of a record that has an event id."""
-    return record.event_id or "", record.mark
 
 
 def content_of(record: TopicRecord) -> bytes | None:

@@ -121,14 +121,10 @@ class Reconciler:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._url = settings.require_database()
-        self._connect = Connector(self._url, "outbox relay reconcile")
+        self._settings = settings
+        self._connect = Connector(settings.require_database(), "outbox relay reconcile")
         self._prefix = f"{settings.name}.relay."
         self._own = f"{self._prefix}reconcile-{uuid.uuid4()}"
-        self._archive_days = settings.relay.archive_days
-        self._archive = self._archive_days > 0
-        self._schema = settings.db_schema
-        self._source = settings.ce_source
         self._router = build_router(settings)
         self._client = client_options(settings)
         self._producer = producer_options(settings)
@@ -136,19 +132,18 @@ class Reconciler:
         self._ended: dict[int, int] | None = None
         self._names = names_of(settings.db_schema)
         self._connection = self._connect()
-        self._rows = LaneRows(self._connection, self._names, self._router, self._client, archive=self._archive)
+        archive = settings.relay.archive_days > 0
+        self._rows = LaneRows(self._connection, self._names, self._router, self._client, archive=archive)
         self._hidden = HiddenEvents(self._rows, self._router, self._state, self._client, self._producer)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:
         """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics."""
         states = self._compared(self._chosen(lanes))
         undecided = self._hidden.undecided()
-        hidden = {found.partition.number: found for found in undecided if found.partition.topic == self._state.name}
-        for lane, found in hidden.items():
-            if lane in states:
-                problem = UndecidedTransaction.at(
-                    self._state.name, lane, found.stable, found.end, self._state.decide_seconds
-                )
+        for found in undecided:
+            topic, lane = found.partition
+            if topic == self._state.name and lane in states:
+                problem = UndecidedTransaction.at(topic, lane, found.stable, found.end, self._state.decide_seconds)
                 states[lane] = replace(states[lane], problem=str(problem))
         hanging = self._hidden.examine(undecided, list(self._lanes()))[0] if undecided else []
         broken = [lane for lane, state in states.items() if state.problem is not None]
@@ -315,19 +310,15 @@ class Reconciler:
             return marker, str(error)
         if marker is None:
             return marker, None
-        if seen.last_batch != marker.batch:
-            gone = self._gone(lane, marker)
-            if gone:
-                lost = counted(gone, "event")
-                return marker, f"lane {lane}: Kafka holds {lost} of batch {marker.batch} that Postgres has lost"
-        if marker.commit_lsn is not None:
-            end = self._end_of(marker.timeline, seen)
-            if marker.commit_lsn >= (seen.insert_lsn if end is None else end):
-                return marker, (
-                    f"lane {lane}: Kafka holds events up to {lsn_text(marker.commit_lsn)} of timeline "
-                    f"{marker.timeline}, of which this server, on timeline {seen.timeline}, has the WAL up to "
-                    f"{lsn_text(seen.insert_lsn if end is None else end)} only: it has lost commits"
-                )
+        if seen.last_batch != marker.batch and (gone := self._gone(lane, marker)):
+            lost = counted(gone, "event")
+            return marker, f"lane {lane}: Kafka holds {lost} of batch {marker.batch} that Postgres has lost"
+        if marker.commit_lsn is not None and marker.commit_lsn >= (end := self._end_of(marker.timeline, seen)):
+            return marker, (
+                f"lane {lane}: Kafka holds events up to {lsn_text(marker.commit_lsn)} of timeline {marker.timeline}, "
+                f"of which this server, on timeline {seen.timeline}, has the WAL up to {lsn_text(end)} only: it has "
+                "lost commits"
+            )
         return marker, None
 
     def _gone(self, lane: int, marker: Marker) -> int:
@@ -335,14 +326,15 @@ class Reconciler:
         [(gone,)] = self._rows.run(_GONE, values, "looking for the marker's rows")
         return int(gone)
 
-    def _end_of(self, timeline: int, seen: Lane) -> int | None:
-        """Return where a timeline ended in this server's history; None if it is the current one, or not in it."""
+    def _end_of(self, timeline: int, seen: Lane) -> int:
+        """Return where a timeline ended in this server's history; the WAL's end if it is current, or not in it."""
         if timeline == seen.timeline:
-            return None
+            return seen.insert_lsn
         if self._ended is None:
-            with closing(Replication(self._url, "outbox relay reconcile")) as replication:
+            url = self._settings.require_database()
+            with closing(Replication(url, "outbox relay reconcile")) as replication:
                 self._ended = replication.switches(seen.timeline)
-        return self._ended.get(timeline)
+        return self._ended.get(timeline, seen.insert_lsn)
 
     # -- hanging transactions
 
@@ -457,7 +449,6 @@ class Reconciler:
                 self._note("reconcile", reason, {"hanging": found})
 
     def _audit_found(self, reason: str) -> None:
-        """Record what will be settled, for each lane."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             superseded = self._rows.superseded()
             for lane, ids in self._rows.found_ids().items():

@@ -181,20 +181,21 @@ class Recovery(Reconciler):
         if findings.hanging:
             raise OperationRefused(_hides(findings.hanging))
         bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
-        archived_from = self._archived_from(bound)
+        archived_from = None
+        if days := self._settings.relay.archive_days:
+            [(first,)] = self._rows.run(statements.ARCHIVE_FROM, {"days": days}, "reading the archive")
+            archived_from = first if first > bound["later"] else None
         known = None if archived_from is None else archived_from + CLOCKS
-        bound |= {"archive": self._archive, "dead": DEAD_LETTER, "known": known}
+        bound |= {"archive": days > 0, "dead": DEAD_LETTER, "known": known}
         self._rows.list_rows([state.lane for state in findings.lanes])
         read, others = self._read_topics(self._starts(bound))
-        there = sql.SQL(statements.THERE)
-
-        def compared(statement: str, **names: sql.Composable) -> list[Any]:
-            values: dict[str, Any] = {"replay": REPLAY, "dead": DEAD_LETTER}
-            values |= {"types": list(compacted), "topics": list(compacted.values())}
-            return self._rows.run(statement, values, "comparing events", there=there, **names)
-
         kinds = self._rows.run(statements.STANDING_TYPES, (), "reading the kinds of events")
         compacted = self._rows.compacted([kind for (kind,) in kinds])
+        values: dict[str, Any] = {"replay": REPLAY, "dead": DEAD_LETTER}
+        values |= {"types": list(compacted), "topics": list(compacted.values())}
+
+        def compared(statement: str, **names: sql.Composable) -> list[Any]:
+            return self._rows.run(statement, values, "comparing events", there=sql.SQL(statements.THERE), **names)
 
         def standing(table: str, lane: sql.Composable, until: LiteralString) -> list[StandingRow]:
             names = {"table": self._names[table], "lane": lane, "until": sql.SQL(until).format(**self._names)}
@@ -273,20 +274,13 @@ class Recovery(Reconciler):
             self._rows.run(statements.UNSCHEDULE, {"ids": ids}, "deleting scheduled events")
         if not found.dead:
             return Recovered(settled, resent, [])
-        letters = DeadLetters(self._connection, self._schema)
+        letters = DeadLetters(self._connection, self._settings.db_schema)
         chosen = Selection(rows=[(row.lane, row.id) for row in found.dead])
         return Recovered(settled, resent, letters.discard(chosen, f"it is on Kafka: {reason}").locked)
 
     def _compare(self, lane: int, seen: Lane, read: MarkersRead) -> tuple[Marker | None, str | None]:
         """Leave out the markers of another outbox: this one has none, so none is written."""
         return (None, None) if seen.disowns(read.markers.get(lane)) else super()._compare(lane, seen, read)
-
-    def _archived_from(self, bound: Mapping[str, Any]) -> dt.datetime | None:
-        """Return when the archive begins, if there is one, and only after the point."""
-        if not self._archive:
-            return None
-        [(first,)] = self._rows.run(statements.ARCHIVE_FROM, {"days": self._archive_days}, "reading the archive")
-        return first if first > bound["later"] else None
 
     def _missing(
         self, bound: Mapping[str, Any], lost: Sequence[EventPlace]
@@ -432,7 +426,7 @@ class Recovery(Reconciler):
         for statement in statements.TABLE:
             self._rows.run(statement, None, "listing records")
         for group in committed_since(self._client, starts):
-            rows = [(one, one.source in {"", self._source}) for one in group if one.event_id is not None]
+            rows = [(one, one.source in {"", self._settings.ce_source}) for one in group if one.event_id is not None]
             read, others = read + len(group), others + len(group) - sum(ours for _, ours in rows)
             with unavailable_on_error("listing records"), self._connection.cursor() as cursor:
                 with cursor.copy(statements.COPY) as copy:

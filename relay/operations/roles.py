@@ -13,8 +13,6 @@ from outbox.errors import ConfigurationError
 
 
 class RoleKind(StrEnum):
-    """The purpose of a role."""
-
     WRITER = "writer"
     """A service that writes and schedules events. It can read idempotency keys, but no events."""
     RELAY = "relay"
@@ -130,8 +128,6 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
 }
 
 _SEEN: Final = ("lane", "id", *_NAMED, "created_at")
-_WIDER_ELSEWHERE: Final = ("idempotency_keys",)
-"""Tables of which another kind of the same role may have all columns: nothing is revoked."""
 COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     RoleKind.WRITER: (
         ("INSERT", "events", EVENT_COLUMNS),
@@ -284,8 +280,9 @@ def _of(kind: RoleKind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
         yield grant("GRANT {rights} ON {tables} TO {role}", rights=sql.SQL(rights), tables=named)
     for right, name, columns in COLUMNS.get(kind, ()):
         table = sql.Identifier(schema, name)
-        if name not in _WIDER_ELSEWHERE:
-            # A right on the whole table includes every column; and the audit stays as it is.
+        # A right on the whole table includes every column. Of the keys another kind of the same role may have all.
+        if name != "idempotency_keys":
+            # The audit stays as it is.
             revoked = "INSERT, UPDATE, DELETE, TRUNCATE, TRIGGER" if name == "audit" else right
             yield grant("REVOKE {right} ON {table} FROM {role}", right=sql.SQL(revoked), table=table)
         listed = sql.SQL(", ").join(map(sql.Identifier, columns))

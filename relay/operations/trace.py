@@ -63,7 +63,7 @@ SELECT event_id, aggregate_type, aggregate_id, event_type, scheduled_at, not_bef
 # The newest events of a key in all tables; those that are scheduled come first. The archive's index is on the hash of
 # the key.
 _OF_KEY: Final = """
-SELECT * FROM (
+SELECT event_id, event_type, created_at, state FROM (
     (SELECT event_id, event_type, scheduled_at AS created_at, 9223372036854775807 AS id, 'scheduled' AS state
        FROM {scheduled}
       WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s ORDER BY not_before DESC LIMIT %(limit)s)
@@ -167,8 +167,7 @@ def of_key(
 ) -> list[dict[str, Any]]:
     """Return the newest events of a key, newest first: event_id, event_type, created_at, state."""
     bound = {"kind": aggregate_type, "key": aggregate_id, "limit": limit}
-    rows = read_rows(connection, "looking for the key's events", _OF_KEY, names_of(schema), bound)
-    return [{name: value for name, value in row.items() if name != "id"} for row in rows]
+    return read_rows(connection, "looking for the key's events", _OF_KEY, names_of(schema), bound)
 
 
 def topics_of(options: Mapping[str, str], may_write: Callable[[str], bool]) -> list[str]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, LiteralString
 
 import psycopg
@@ -116,6 +116,9 @@ _NEEDS_REPLICATION: Final = (
     "creating or dropping a slot needs REPLICATION: ALTER ROLE … REPLICATION, or run this as a role that has it"
 )
 
+_DROP_PUBLICATION: Final = "DROP PUBLICATION IF EXISTS {publication}"
+_PUBLISH: Final = "CREATE PUBLICATION {publication} FOR TABLE {events} "
+
 _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
 _TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
 
@@ -191,7 +194,6 @@ class Cdc:
         """
         if self._fault() is None:
             return None
-        bound = self._bound()
         with self._durably("replacing the slot"):
             if not self._ask(_TRY_LOCK):
                 return None
@@ -199,15 +201,15 @@ class Cdc:
             if fault is None:
                 return None
             self._require_healable()
-            self._connection.execute(self._query(_DROP_IF_THERE), bound)
+            self._run(_DROP_IF_THERE)
             failpoint("heal.dropped")
             lock_timeout = self._ask("SELECT current_setting('lock_timeout')")
             # It waits for all open transactions: longer than for other locks, up to the statement's limit.
-            self._connection.execute("SELECT set_config('lock_timeout', '0', true)")
+            self._run("SELECT set_config('lock_timeout', '0', true)")
             self._make_slot()
-            self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (lock_timeout,))
+            self._run("SELECT set_config('lock_timeout', %(before)s, true)", before=lock_timeout)
             failpoint("heal.made")
-            if self._connection.execute(self._query(_HEALED_CHECKPOINT), bound).rowcount != 1:
+            if self._run(_HEALED_CHECKPOINT).rowcount != 1:
                 raise DatabaseUnavailable(f"the checkpoint of slot {self._names.slot!r} was changed meanwhile")
             self._read_the_table("cdc repair", f"{by}: {fault}")
             failpoint("heal.noted")
@@ -223,8 +225,8 @@ class Cdc:
         if state.exists:
             self._drop_slot()
         with unavailable_on_error("dropping the publication"), self._connection.transaction():
-            self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
-            self._connection.execute(self._query("DELETE FROM {streams} WHERE slot = %(slot)s::text"), self._bound())
+            self._run(_DROP_PUBLICATION)
+            self._run("DELETE FROM {streams} WHERE slot = %(slot)s::text")
             self._note("cdc drop", None)
 
     def switch(self, to: SourceKind, reason: str | None = None) -> bool:
@@ -237,8 +239,7 @@ class Cdc:
         if to is SourceKind.WAL:
             self._slot.check(state)
         with self._durably("switching the lanes"):
-            query = _TO_WAL if to is SourceKind.WAL else _TO_POLLING
-            switched = self._connection.execute(self._query(query)).rowcount
+            switched = self._run(_TO_WAL if to is SourceKind.WAL else _TO_POLLING).rowcount
             if switched:
                 self._note(f"switch to {to}", reason)
         return switched > 0
@@ -269,31 +270,29 @@ class Cdc:
         self._require_own_slot(state)
         if not self._ask(_READS_THE_WAL):
             raise OperationRefused("no lane is read from the WAL")
-        missing = self._ask(_MISSING_RIGHTS)
+        missing = self._ask(_MISSING_RIGHTS, **{name: self._tables[name].as_string() for name in ("streams", "audit")})
         if missing:
             raise SchemaError(
                 f"slot {self._names.slot!r} can't be repaired by the relay, whose role lacks {missing}: see `outbox db "
                 "roles relay=ROLE --wal`"
             )
 
-    def _ask(self, query: LiteralString) -> Any:
-        tables = {name: self._tables[name].as_string(None) for name in ("streams", "audit")}
-        ((value,),) = self._connection.execute(self._query(query), self._bound() | tables).fetchall()
+    def _ask(self, query: LiteralString, **values: str) -> Any:
+        ((value,),) = self._run(query, **values).fetchall()
         return value
 
     def _require_own(self, state: SlotState) -> None:
         # With a second slot, the first would keep WAL for ever.
         if not state.has_checkpoint:
             with unavailable_on_error("looking at the checkpoint"):
-                query = self._query("SELECT slot FROM {streams} WHERE slot <> %(slot)s::text")
-                row = self._connection.execute(query, self._bound()).fetchone()
+                row = self._run("SELECT slot FROM {streams} WHERE slot <> %(slot)s::text").fetchone()
             if row is not None:
                 raise OperationRefused(
                     f"this outbox has the slot {row[0]!r}: set OUTBOX_WAL__SLOT to it; for another name drop it first"
                 )
         self._require_own_slot(state)
         with unavailable_on_error("looking at the publication"):
-            foreign = self._connection.execute(self._query(_FOREIGN), self._bound()).fetchone()
+            foreign = self._run(_FOREIGN).fetchone()
         if foreign is not None:
             raise OperationRefused(
                 f"the publication {self._names.publication!r} is not this outbox's: choose another name "
@@ -310,11 +309,9 @@ class Cdc:
             if state.publication_version_now is None:
                 whose = "no publication of this outbox is there"
             with unavailable_on_error("looking for the slot's owner"):
-                for (schema,) in self._connection.execute(_OUTBOXES, {"schema": self._names.schema}).fetchall():
-                    checkpoint = sql.SQL("SELECT FROM {} WHERE slot = %(slot)s::text").format(
-                        sql.Identifier(schema, "streams")
-                    )
-                    if self._connection.execute(checkpoint, self._bound()).rowcount:
+                for (schema,) in self._run(_OUTBOXES).fetchall():
+                    query = sql.SQL("SELECT FROM {} WHERE slot = %s::text").format(sql.Identifier(schema, "streams"))
+                    if self._connection.execute(query, (self._names.slot,)).rowcount:
                         whose = f"it is that of the outbox in schema {schema!r}"
         if whose is not None:
             raise OperationRefused(
@@ -325,40 +322,35 @@ class Cdc:
         self._publish()
         with unavailable_on_error("making the slot"):
             self._make_slot()
-        bound = self._bound() | {"version": self._slot.look().publication_version_now}
+        version = self._slot.look().publication_version_now
         with self._durably("writing the checkpoint"):
-            self._connection.execute(self._query(_CHECKPOINT), bound)
+            self._run(_CHECKPOINT, version=version)
             self._read_the_table("cdc setup" if reason is None else "cdc repair", reason)
 
     @contextmanager
     def _durably(self, doing: str) -> Iterator[None]:
         """Open a transaction that is durable once it has committed."""
         with unavailable_on_error(doing), self._connection.transaction():
-            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+            self._run("SELECT set_config('synchronous_commit', 'on', true)")
             yield
 
     def _read_the_table(self, what: str, why: str | None) -> None:
         """Make every lane read the table before it streams again, and record that in the audit."""
-        self._connection.execute(self._query(_READ_THE_TABLE))
-        self._connection.execute(self._query(_FORGET_POSITIONS))
+        self._run(_READ_THE_TABLE)
+        self._run(_FORGET_POSITIONS)
         self._note(what, why)
 
     def _publish(self) -> None:
-        bound = self._bound()
         try:
             with unavailable_on_error("making the publication"), self._connection.transaction():
-                self._connection.execute(_LOCK, bound)
+                self._run(_LOCK)
                 if not self._slot.look().publication_fits:
-                    self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
+                    self._run(_DROP_PUBLICATION)
                     # Only the columns that identify a row: the relay reads the rest from the table. Generated columns
                     # like the lane can be published since Postgres 18; before, the relay computes it from the key.
                     generated = self._connection.info.server_version >= GENERATED_FROM
-                    columns = "(id, lane)" if generated else "(id, aggregate_type, aggregate_id)"
-                    self._connection.execute(
-                        self._query("CREATE PUBLICATION {publication} FOR TABLE {events} ")
-                        + sql.SQL(columns)
-                        + sql.SQL(" WITH (publish = 'insert')")
-                    )
+                    columns: LiteralString = "(id, lane)" if generated else "(id, aggregate_type, aggregate_id)"
+                    self._run(_PUBLISH + columns + " WITH (publish = 'insert')")
         except SchemaError as error:
             needed = "creating the publication needs the rights of the tables' owner, and CREATE on the database"
             raise SchemaError(f"Postgres: {first_line(error.__cause__ or error)}: {needed}") from error
@@ -369,7 +361,7 @@ class Cdc:
         if self._connection.info.server_version >= FAILOVER_FROM:
             query = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput', failover => true)"
         try:
-            self._connection.execute(query, self._bound())
+            self._run(query)
         except errors.InsufficientPrivilege as error:
             raise SchemaError(_NEEDS_REPLICATION) from error
         except errors.DuplicateObject as error:
@@ -381,7 +373,7 @@ class Cdc:
     def _drop_slot(self) -> None:
         try:
             with unavailable_on_error("dropping the slot"):
-                self._connection.execute("SELECT pg_drop_replication_slot(%(slot)s::text)", self._bound())
+                self._run("SELECT pg_drop_replication_slot(%(slot)s::text)")
         except errors.UndefinedObject:
             pass  # gone by now
         except SchemaError as error:
@@ -391,11 +383,10 @@ class Cdc:
         details = {"slot": self._names.slot, "publication": self._names.publication}
         note(self._connection, self._tables, what, why, details)
 
-    def _bound(self) -> dict[str, Any]:
-        return {"slot": self._names.slot, "publication": self._names.publication, "schema": self._names.schema}
-
-    def _query(self, text: LiteralString) -> sql.Composed:
-        return sql.SQL(text).format(**self._tables)
+    def _run(self, query: LiteralString, **values: Any) -> psycopg.Cursor[Any]:
+        """Execute a statement with the outbox's names, and these values; without any if it has no place for one."""
+        bound = asdict(self._names) | values if "%(" in query else None
+        return self._connection.execute(sql.SQL(query).format(**self._tables), bound)
 
 
 class SlotHealing:

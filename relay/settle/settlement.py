@@ -43,6 +43,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -57,24 +58,10 @@ from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lane import listed
 from relay.core.lease import LOCKED_SECONDS, Lease
-from relay.core.ports import (
-    NOTHING,
-    Claim,
-    DatabaseUnavailable,
-    LaneLocked,
-    LaneLost,
-    RecordMetadata,
-    UnsettledBatch,
-)
+from relay.core.ports import NOTHING, Claim, DatabaseUnavailable, LaneLocked, LaneLost, RecordMetadata, UnsettledBatch
 from relay.database import again_if_left, unavailable_on_error
 from relay.failpoints import failpoint
-from relay.settle.statements import (
-    END_IDLE,
-    KEEP_TO_THE_INDEX,
-    SettlingStatements,
-    array,
-    lease_values,
-)
+from relay.settle.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array, lease_values
 
 RENEW_PART: Final = 0.7
 """A lease with less than this part of its time left is renewed with the next turn."""
@@ -245,12 +232,7 @@ class Settlement:
 
     def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> RunningStatement:
         sent = self._new(lanes, missing=missing)
-        query, values = self._statement(sent)
-
-        def execute() -> None:
-            self._execute(sent, query, values)
-
-        self.background.start(execute)
+        self.background.start(partial(self._execute, sent, *self._statement(sent)))
         return sent
 
     def end(self, deadline: float | None = None) -> None:
@@ -275,9 +257,7 @@ class Settlement:
 
     def take_failed(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Return which of these lanes were not held, and forget them; ``finish`` returns the others."""
-        failed = {lane: error for lane, error in self._failed_behind.items() if lane in lanes}
-        self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
-        return failed
+        return {lane: self._failed_behind.pop(lane) for lane in lanes if lane in self._failed_behind}
 
     def _end(self, behind: RunningStatement, deadline: float | None) -> Sequence[int]:
         """Wait for a statement. Returns the lanes that were not held; starts it again for those that have moved."""
@@ -342,7 +322,6 @@ class Settlement:
         return {lane: self.lost(lane) for lane in missing if lane not in held}
 
     def lost(self, lane: int) -> LaneLost:
-        """Return the error for a lane that another relay has taken."""
         held = self.lanes[lane]
         text = f"lane {lane}: epoch {held.lease.epoch} of {held.lease.owner} is over, another relay has taken the lane"
         unsettled = len(held.pending.rows) if held.pending.number is None else 0
@@ -445,15 +424,14 @@ class Settlement:
         reasons: dict[int, OutboxError] = {lane: self.lost(lane) for lane in lanes}
         for lane, last_batch, named in rows:
             known = self.lanes[lane]
-            if known.expected in {None, last_batch} and known.own_id in {None, named}:
+            if known.expected not in {None, last_batch}:
+                changed = f"batch {last_batch} instead of {known.expected}"
+            elif known.own_id not in {None, named}:
+                changed = f"transactional id {named!r} instead of {known.own_id!r}"
+            else:
                 reasons[lane] = LaneLocked(lane)
                 continue
             known.confirmed = False
-            changed = (
-                f"transactional id {named!r} instead of {known.own_id!r}"
-                if known.expected in {None, last_batch}
-                else f"batch {last_batch} instead of {known.expected}"
-            )
             reasons[lane] = DatabaseUnavailable(
                 f"lane {lane}: its row has changed ({changed}): "
                 "Postgres has lost a commit, or the row was changed by hand; the lane is compared with its marker again"
@@ -481,7 +459,6 @@ def _versions(held: Sequence[SettledLane]) -> str:
 
 
 def lanes_text(lanes: Collection[int]) -> str:
-    """Return lanes for error texts."""
     return f"lane{'' if len(lanes) == 1 else 's'} {listed(lanes)}"
 
 

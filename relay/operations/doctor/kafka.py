@@ -16,8 +16,8 @@ from outbox._clients.checks import Check, Finding, failure, ok, warning
 from outbox._clients.counting import counted
 from outbox._clients.kafka_client import Admin
 from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
-from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
-from relay.parts import build_router
+from relay.kafka.open_transactions import OpenTransaction, Whose
+from relay.parts import build_open_transactions
 
 _SECONDS: Final = 10.0
 # A relay's own transactions take milliseconds.
@@ -63,7 +63,7 @@ def checks(settings: Settings, options: Mapping[str, str], lanes: int, consumed:
             yield Check(
                 f"topic {name}, ids", partial(of_topic, name), partial(_remembered, name, settings.consumer.keep_days)
             )
-    yield Check("open transactions", partial(_open_transactions, settings, options))
+    yield Check("open transactions", partial(_open_transactions, settings))
     if settings.delivery is Delivery.EXACTLY_ONCE:
         brokers = partial(configs, ConfigResource.Type.BROKER, *map(str, metadata.brokers))
         yield Check("Kafka's settings", brokers, partial(_brokers, settings, options))
@@ -118,11 +118,9 @@ def _remembered(name: str, keep_days: int, entry: _Config) -> Iterator[Finding]:
         )
 
 
-def _open_transactions(settings: Settings, options: Mapping[str, str]) -> Iterator[Finding]:
+def _open_transactions(settings: Settings) -> Iterator[Finding]:
     """Find transactions that do not move: read_committed readers see nothing behind them."""
-    timeout = int(options.get("transaction.timeout.ms", 60_000)) / 1000
-    may_write = build_router(settings).may_write
-    transactions = OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout)
+    transactions = build_open_transactions(settings)
     found = transactions.examine(transactions.unmoved(_UNMOVED_SECONDS))
     for each in found:
         yield _open_transaction(each, transactions.limit(each.whose))

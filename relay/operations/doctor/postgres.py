@@ -19,7 +19,7 @@ from relay.insights import without_event
 from relay.operations.guarantee import slot_cost
 from relay.operations.recover import CLOCKS
 from relay.operations.wal_setup import FAILOVER_FROM, GENERATED_FROM, Cdc, Status
-from relay.row_access import RowProblem, row_problems
+from relay.row_access import row_problems
 from relay.settle.settlement import lanes_text
 from relay.settle.statements import names_of
 from relay.wal.slot import Slot, slot_names
@@ -152,7 +152,7 @@ def _tables(connection: psycopg.Connection[Any], settings: Settings) -> Iterator
         yield ok("tables", f"schema {settings.db_schema} matches this version")
 
 
-def _rows(problems: Sequence[RowProblem]) -> Iterator[Finding]:
+def _rows(problems: Sequence[tuple[str, str]]) -> Iterator[Finding]:
     for found, do in problems:
         yield failure("rows", found, do)
 

@@ -49,8 +49,8 @@ def routes(page: Page) -> list[View]:
             if wanted:
                 values["key_rows"] = of_key(connection, page.schema, aggregate_type, key, _KEY_EVENTS)
             else:
-                found = EventSearch(connection, page.schema).page(state, kind, after, days=_days(asked.get("days")))
-                values |= {"rows": found.rows, "next": found.next}
+                search, back = EventSearch(connection, page.schema), _days(asked.get("days"))
+                values["rows"], values["next"] = search.page(state, kind, after, days=back)
         return page.render(request, "events.html", **values)
 
     def trace(request: Request) -> Response:
