@@ -174,7 +174,7 @@ class TableReader:
         lane = self._lanes[number]
         if lane.absent:
             return True
-        if not self._lanes.set_state([lane], InTable(), self._queries.set_unlocked):
+        if not self._lanes.set_state([lane], InTable()):
             # The row is locked, or another relay has the lane. The stream holds the lane's events, and this is retried.
             return False
         lane.absent, lane.batch = True, ()
