@@ -11,7 +11,7 @@ from psycopg import sql
 
 from outbox.errors import OutboxError
 from relay.core.lease import LOCKED_SECONDS, Lease
-from relay.core.ports import Claim, LaneLocked, LaneLost
+from relay.core.ports import Claim, LaneLocked
 from relay.database import one_write, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.source import PollingSource
@@ -161,10 +161,8 @@ class StreamLanes(dict[int, StreamLane]):
             failpoint("stream.left")
         if not left:
             return {}
-        numbers, settlement = [lane.lease.lane for lane in left], self.table.settlement
-        with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
-            held = self.table.connection.execute(*settlement.still_held(numbers)).fetchall()
-            lost = settlement.lost_of(numbers, held)
+        numbers = [lane.lease.lane for lane in left]
+        lost = self.lost_of(numbers)
         return {number: lost.get(number) or LaneLocked(number) for number in numbers}
 
     def set_state(self, lanes: Sequence[StreamLane], state: Streaming | InTable) -> bool:
@@ -178,5 +176,9 @@ class StreamLanes(dict[int, StreamLane]):
                 lane.state = state
         return len(done) == len(lanes)
 
-    def lost(self, lane: StreamLane) -> LaneLost:
-        return self.table.settlement.lost(lane.lease.lane)
+    def lost_of(self, numbers: Collection[int]) -> dict[int, OutboxError]:
+        """Return which of these lanes another relay has taken."""
+        settlement = self.table.settlement
+        with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
+            held = self.table.connection.execute(*settlement.still_held(numbers)).fetchall()
+            return settlement.lost_of(numbers, held)
