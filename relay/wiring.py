@@ -21,6 +21,7 @@ from outbox._clients.clock import DatabaseClock
 from outbox.urls import display_url
 from relay import protocol_trace
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
+from relay.core.health import Wait
 from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
@@ -82,7 +83,8 @@ _BASES: Final = 8
 def build(settings: Settings) -> Supervisor:
     """Return a relay that is ready to run. Raises ConfigurationError before connecting."""
     instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    connect = RelayConnector(settings.require_database(), f"outbox relay {instance}"[:63])
+    name = f"outbox relay {instance}"[:63]
+    connect = RelayConnector(settings.require_database(), name)
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
     if settings.delivery is Delivery.AT_MOST_ONCE:
@@ -105,12 +107,8 @@ def build(settings: Settings) -> Supervisor:
         transactional=exact,
         batch_size=settings.relay.batch_size,
     )
-    wal = None
-    if settings.source is SourceKind.WAL:
-        wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
+    wal = _Wal(settings, connect, name, renew_part) if settings.source is SourceKind.WAL else None
     registry = CollectorRegistry()
-    transactions = _transactions(settings) if exact else None
-    partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = [MaintenanceTask("server", connect.look, _WATCH_SECONDS), *_upkeep(settings, connect, instance, registry)]
     clock = DatabaseClock()
     meter = TurnMetrics(registry)
@@ -130,16 +128,20 @@ def build(settings: Settings) -> Supervisor:
             required=settings.relay.sink_url is not None,
         )
         upkeep.append(MaintenanceTask("groups", groups.look, _WATCH_SECONDS))
-        storage = StorageWatch(_places(settings, connect, instance), outbox.shows, registry)
+        storage = StorageWatch(_places(settings, connect, name), outbox.shows, registry)
         upkeep.append(MaintenanceTask("storage", storage.look, _WATCH_SECONDS))
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
     upkeep.append(MaintenanceTask("scheduled events", scheduled.look, _SCHEDULED_SECONDS))
-    if transactions is not None:
+    besides: Callable[[], Sequence[Wait]] = tuple
+    hanging: Callable[[], int] = int
+    grown: Callable[[], Mapping[str, str]] = dict
+    if exact:
+        transactions = _transactions(settings)
+        partitions = PartitionCounts(client_options(settings), build_router(settings).may_write)
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
-    if partitions is not None:
         upkeep.append(MaintenanceTask("partitions", partitions.look, _PARTITIONS_SECONDS))
-    grown: Callable[[], Mapping[str, str]] = dict if partitions is None else partitions.grown
+        besides, hanging, grown = transactions.waits, transactions.hanging, partitions.grown
     relay = Supervisor(
         Components(
             instance=instance,
@@ -161,7 +163,7 @@ def build(settings: Settings) -> Supervisor:
             sends_again=settings.delivery is not Delivery.AT_MOST_ONCE,
             ends_with_session=settings.delivery is not Delivery.AT_MOST_ONCE,
             upkeep=upkeep,
-            besides=tuple if transactions is None else transactions.waits,
+            besides=besides,
             topics=topics.reasons,
             grown=grown,
             meter=meter,
@@ -172,7 +174,6 @@ def build(settings: Settings) -> Supervisor:
             about=_about(settings),
         )
     )
-    hanging = int if transactions is None else transactions.hanging
     RelayMetrics(relay.health, topics.reasons, hanging, grown, registry)
     build_info(registry, __version__, settings.delivery, settings.source)
     if settings.relay.metrics_address is not None:
@@ -180,10 +181,10 @@ def build(settings: Settings) -> Supervisor:
     return relay
 
 
-def _places(settings: Settings, connect: Connector, instance: str) -> list[Place]:
+def _places(settings: Settings, connect: Connector, name: str) -> list[Place]:
     """Return the schemas whose tables' sizes are shown: those of the outbox, and of its consumers."""
     sink = settings.relay.sink_url
-    to_sink = connect if sink is None else Connector(sink, f"outbox relay {instance}"[:63])
+    to_sink = connect if sink is None else Connector(sink, name)
     archive = {"published": settings.relay.archive_days} if settings.relay.archive_days else {}
     return [
         Place(connect, settings.db_schema, archive),
