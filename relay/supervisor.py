@@ -354,16 +354,18 @@ class Supervisor:
         self._note_source(waits=bool(distribution.total and not distribution.lanes))
         if self._cannot_publish(table, distribution):
             return
-        if self._components.all_lanes is not None:
-            self._take_all(table)
-            return
-        step = next_step(distribution, self._components.instance)
-        if step > 0:
-            leases = table.acquire(step)
+        leases: Sequence[Lease] = []
+        if self._components.all_lanes is None:
+            step = next_step(distribution, self._components.instance)
+            if step > 0:
+                leases = table.acquire(step)
+            elif step < 0:
+                self._held.recall_up_to(-step)
+        elif not self._held.leases:
+            leases = table.acquire_all()
+        if leases:
             self._note_pauses(table)
             self._give(leases)
-        if step < 0:
-            self._held.recall_up_to(-step)
 
     def _note_source(self, *, waits: bool) -> None:
         if not waits:
@@ -423,23 +425,15 @@ class Supervisor:
     def _away(self) -> bool:
         return time.monotonic() < self._away_until
 
-    def _take_all(self, table: LaneTable) -> None:
-        if self._held.leases or self._components.all_lanes is None:
-            return
-        leases = table.acquire_all()
-        self._note_pauses(table)
-        if leases:
-            self._components.all_lanes(leases)
-            self._give(leases)
-
     def _give(self, leases: Sequence[Lease]) -> None:
-        if leases:
-            # Waits from when we held them before are over.
-            self._health.goes_on([lease.lane for lease in leases])
-            log.info("lanes acquired", lanes=len(leases), epochs={lease.lane: lease.epoch for lease in leases[:16]})
-            if not self._held.leases:
-                self._worker.loop.failing_since = None
-            self._held.give(leases)
+        if self._components.all_lanes is not None:
+            self._components.all_lanes(leases)
+        # Waits from when we held them before are over.
+        self._health.goes_on([lease.lane for lease in leases])
+        log.info("lanes acquired", lanes=len(leases), epochs={lease.lane: lease.epoch for lease in leases[:16]})
+        if not self._held.leases:
+            self._worker.loop.failing_since = None
+        self._held.give(leases)
 
     def _shut_down(self, abandon: threading.Event) -> int:
         log.info("relay stopping", lanes=len(self._held.leases))
