@@ -405,10 +405,8 @@ class BatchProducer:
         return f" ({events} of {sent} events not acknowledged)" if events else ""
 
     def _topic(self, claim: Claim) -> str:
-        try:
-            return self._router.topic(claim)
-        except NoRoute:
-            return "?"
+        aggregate_type, copy = kind_of(claim)
+        return self._router.known_topic(aggregate_type, copy=copy) or "?"
 
     def _send(self, claim: Claim, deadline: float) -> Outcome:
         try:
