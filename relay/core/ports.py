@@ -319,7 +319,6 @@ class Source(Protocol):
     """
 
     store: TakeoverStore
-    """The database's side of taking lanes over."""
 
     def hold(self, lease: Lease) -> None:
         """Start reading a lane."""

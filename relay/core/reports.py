@@ -130,11 +130,9 @@ class LoopReports:
             self._meter.delays(batches, at)
 
     def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
-        """Record how long a turn took. Reading includes settling the previous one, where both are one statement."""
         self._meter.turn(events, {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds})
 
     def turn_limits(self, events: int, lanes: int) -> None:
-        """Record the most events of a lane in a turn, and the most lanes."""
         self._meter.limits(events, lanes)
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
@@ -142,12 +140,10 @@ class LoopReports:
         log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
 
     def dead(self, lane: int, claim: Claim) -> None:
-        """Log an event that failed for good: it is in dead_letters."""
         self._meter.events("dead", 1)
         log.error("event is a dead letter now; see `outbox dead-letters show`", lane=lane, **_shown(claim))
 
     def lost(self, lane: int, count: int) -> None:
-        """Log events that may not have reached Kafka and are not sent again (at-most-once)."""
         self._meter.events("lost", count)
         log.error("events may be lost, as at-most-once allows", lane=lane, events=count)
 
