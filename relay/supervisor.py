@@ -284,7 +284,7 @@ class Supervisor:
         now = uptime()  # the clock of leases: they are renewed as soon as a suspended machine wakes
         let_go = self._held.take_let_go()
         # Whether a turn or the renewal has found them taken.
-        self._components.meter.lanes_lost(sum(gone.lost for gone in let_go))
+        self._components.meter.lanes_lost.inc(sum(gone.lost for gone in let_go))
         self._release(table, let_go)
         obeyed = self._components.pauses.obeyed.numbers
         # Three times within a lease, and slightly early, because ticks are not exact.
