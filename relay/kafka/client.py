@@ -15,6 +15,7 @@ from outbox._clients.kafka import CIRCUMSTANCES, OptionsRefused, complete
 from outbox._clients.kafka_client import Admin
 from outbox.consumer.messages import UndecodableHeaders
 from outbox.consumer.messages import headers_of as safe_headers
+from relay.core.lane import listed
 from relay.core.ports import BrokerUnavailable
 
 log = structlog.get_logger("relay")
@@ -137,10 +138,8 @@ def create_topic(admin: Admin, topic: NewTopic, seconds: float) -> None:
 
 
 def partitions_text(numbers: Collection[int]) -> str:
-    """Return partitions for error texts: all of a few, the first of many."""
-    some = sorted(numbers)
-    shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
-    return f"partition{'s' if len(some) > 1 else ''} {shown}"
+    """Return partitions for error texts."""
+    return f"partition{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
 
 
 def log_unreachable(options: Mapping[str, str]) -> None:
