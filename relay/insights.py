@@ -7,7 +7,7 @@ is estimated from the planner's statistics.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -75,6 +75,8 @@ _DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters}
 _SCHEDULED: Final = """
 SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS scheduled,
        {next_due} AS next_due_seconds"""
+
+_FIGURES: Final = ("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds")
 
 ALL_TOPICS: Final = ""
 """In place of a topic in ``verified``: up to here `outbox audit --follow` has looked for topics."""
@@ -288,23 +290,26 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         def read(text: str) -> list[dict[str, Any]]:
             return cursor.execute(sql.SQL(text).format(**tables), bound).fetchall()
 
-        lanes: list[LaneState] = []
-        relays: list[RelayState] = []
+        def seen(text: str, *needed: str) -> list[dict[str, Any]]:
+            """Return the rows; none if the role can't read one of the tables that they need."""
+            rows: list[dict[str, Any]] = []
+            with visible.reading(*needed):
+                rows = read(text)
+            return rows
+
         visible = VisibleTables(connection, schema)
         with one_snapshot(connection, _STATEMENT_SECONDS):
             cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
-            pauses: Sequence[Paused] = ()
-            with visible.reading("pauses", "relays", "lanes"):
-                pauses = _paused(read(_PAUSES))
+            pauses = _paused(seen(_PAUSES, "pauses", "relays", "lanes"))
             now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
-            with visible.reading("lanes"):
-                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
-            verified: list[Verified] = []
-            with visible.reading("verified"):
-                verified = [Verified(**row) for row in read(_VERIFIED) if row["topic"] != ALL_TOPICS]
-            with visible.reading("relays"):
-                relays = [RelayState(**row) for row in read(_RELAYS)]
-            figures = _counts(visible, read)
+            lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in seen(_LANES, "lanes")]
+            verified = [Verified(**row) for row in seen(_VERIFIED, "verified") if row["topic"] != ALL_TOPICS]
+            relays = [RelayState(**row) for row in seen(_RELAYS, "relays")]
+            # None for those of a table that the role can't read.
+            figures: dict[str, Any] = dict.fromkeys(_FIGURES)
+            for table, text in (("failures", _FAILURES), ("dead_letters", _DEAD), ("scheduled", _SCHEDULED)):
+                for row in seen(text, table):
+                    figures |= row
             (rest,) = read(_REST)
             # Last, so that all else is known where this takes too long.
             waiting: dict[int, dict[str, Any]] | None = None
@@ -337,15 +342,6 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         verified=verified,
         **figures,
     )
-
-
-def _counts(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the counts of failed and of scheduled events; None for those of a table that the role can't read."""
-    figures: dict[str, Any] = dict.fromkeys(("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds"))
-    for table, query in (("failures", _FAILURES), ("dead_letters", _DEAD), ("scheduled", _SCHEDULED)):
-        with visible.reading(table):
-            figures |= read(query)[0]
-    return figures
 
 
 def without_event(names: Mapping[str, sql.Composable]) -> sql.Composable:
