@@ -134,10 +134,7 @@ class StateTopic:
             values = self._last_values(consumer, low, ends)
         markers: dict[int, Marker | None] = dict.fromkeys(wanted - there)
         broken: dict[int, StateLost | UndecidedTransaction] = {
-            found.partition.number: UndecidedTransaction.at(
-                self.name, found.partition.number, found.stable, found.end, self.decide_seconds
-            )
-            for found in undecided
+            found.partition.number: found.error(self.decide_seconds) for found in undecided
         }
         for lane in ends:
             try:

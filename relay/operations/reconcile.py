@@ -146,10 +146,8 @@ class Reconciler:
         hidden = {found.partition.number: found for found in undecided if found.partition.topic == self._state.name}
         for lane, found in hidden.items():
             if lane in states:
-                problem = UndecidedTransaction.at(
-                    self._state.name, lane, found.stable, found.end, self._state.decide_seconds
-                )
-                states[lane] = replace(states[lane], problem=str(problem))
+                problem = str(found.error(self._state.decide_seconds))
+                states[lane] = replace(states[lane], problem=problem)
         hanging = self._hidden.examine(undecided, list(self._lanes()))[0] if undecided else []
         broken = [lane for lane, state in states.items() if state.problem is not None]
         if broken and search:
