@@ -62,9 +62,7 @@ class Components:
     loop: LoopSettings
     connect: Connector
     source: Callable[[LoopReports], Source]
-    """Makes a source that reports to these."""
     publisher: Callable[[Source], Publisher]
-    """Makes a publisher for the worker's source."""
     all_lanes: Callable[[Sequence[Lease]], None] | None = None
     """Source wal: called with the leases of all lanes when they are taken. A relay without it polls."""
     let_go_all: Callable[[], None] = lambda: None

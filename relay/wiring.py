@@ -231,7 +231,6 @@ class _Wal:
         )
 
     def end(self) -> None:
-        """Close the stream when its lanes are given up."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
@@ -349,7 +348,6 @@ def _new_base(settings: Settings) -> str:
 def _upkeep(
     settings: Settings, connect: Connector, instance: str, registry: CollectorRegistry
 ) -> list[MaintenanceTask]:
-    """Return the relay's tasks besides publishing."""
     # Before and after a switch, a slot that is not read also fills the disk, and only polling relays can notice that.
     watch = SlotWatch(
         connect,

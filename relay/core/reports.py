@@ -81,7 +81,6 @@ class Reminder:
         self._last: tuple[str, float] | None = None
 
     def is_due(self, problem: str) -> bool:
-        """Return whether the problem has to be logged now."""
         now = time.monotonic()
         if self._last is not None and self._last[0] == problem and now - self._last[1] < _STANDING_SECONDS:
             return False

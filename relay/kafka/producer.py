@@ -94,7 +94,6 @@ class BatchProducer:
         self._partitions: dict[int, int | None] = {}
         self._markers: dict[int, KafkaError] = {}
         self.fatal: KafkaError | None = None
-        """The producer's fatal error, if it has one."""
         self.broken_off = False
         """Whether librdkafka took no more messages, because the transaction has failed."""
         self._connections = ConnectionErrors()
