@@ -62,9 +62,7 @@ class Components:
     loop: LoopSettings
     connect: Connector
     source: Callable[[LoopReports], Source]
-    """Makes a source that reports to these."""
     publisher: Callable[[Source], Publisher]
-    """Makes a publisher for the worker's source."""
     all_lanes: Callable[[Sequence[Lease]], None] | None = None
     """Source wal: called with the leases of all lanes when they are taken. A relay without it polls."""
     let_go_all: Callable[[], None] = lambda: None
@@ -283,7 +281,7 @@ class Supervisor:
         now = uptime()  # the clock of leases: they are renewed as soon as a suspended machine wakes
         let_go = self._held.take_let_go()
         # Whether a turn or the renewal has found them taken.
-        self._components.meter.lanes_lost(sum(gone.lost for gone in let_go))
+        self._components.meter.lanes_lost.inc(sum(gone.lost for gone in let_go))
         self._release(table, let_go)
         obeyed = self._components.pauses.obeyed.numbers
         # Three times within a lease, and slightly early, because ticks are not exact.
@@ -353,16 +351,18 @@ class Supervisor:
         self._note_source(waits=bool(distribution.total and not distribution.lanes))
         if self._cannot_publish(table, distribution):
             return
-        if self._components.all_lanes is not None:
-            self._take_all(table)
-            return
-        step = next_step(distribution, self._components.instance)
-        if step > 0:
-            leases = table.acquire(step)
+        leases: Sequence[Lease] = []
+        if self._components.all_lanes is None:
+            step = next_step(distribution, self._components.instance)
+            if step > 0:
+                leases = table.acquire(step)
+            elif step < 0:
+                self._held.recall_up_to(-step)
+        elif not self._held.leases:
+            leases = table.acquire_all()
+        if leases:
             self._note_pauses(table)
             self._give(leases)
-        if step < 0:
-            self._held.recall_up_to(-step)
 
     def _note_source(self, *, waits: bool) -> None:
         if not waits:
@@ -422,23 +422,15 @@ class Supervisor:
     def _away(self) -> bool:
         return time.monotonic() < self._away_until
 
-    def _take_all(self, table: LaneTable) -> None:
-        if self._held.leases or self._components.all_lanes is None:
-            return
-        leases = table.acquire_all()
-        self._note_pauses(table)
-        if leases:
-            self._components.all_lanes(leases)
-            self._give(leases)
-
     def _give(self, leases: Sequence[Lease]) -> None:
-        if leases:
-            # Waits from when we held them before are over.
-            self._health.goes_on([lease.lane for lease in leases])
-            log.info("lanes acquired", lanes=len(leases), epochs={lease.lane: lease.epoch for lease in leases[:16]})
-            if not self._held.leases:
-                self._worker.loop.failing_since = None
-            self._held.give(leases)
+        if self._components.all_lanes is not None:
+            self._components.all_lanes(leases)
+        # Waits from when we held them before are over.
+        self._health.goes_on([lease.lane for lease in leases])
+        log.info("lanes acquired", lanes=len(leases), epochs={lease.lane: lease.epoch for lease in leases[:16]})
+        if not self._held.leases:
+            self._worker.loop.failing_since = None
+        self._held.give(leases)
 
     def _shut_down(self, abandon: threading.Event) -> int:
         log.info("relay stopping", lanes=len(self._held.leases))

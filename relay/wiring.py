@@ -21,6 +21,7 @@ from outbox._clients.clock import DatabaseClock
 from outbox.urls import display_url
 from relay import protocol_trace
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
+from relay.core.health import Wait
 from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
@@ -108,8 +109,6 @@ def build(settings: Settings) -> Supervisor:
     )
     wal = _Wal(settings, connect, name, renew_part) if settings.source is SourceKind.WAL else None
     registry = CollectorRegistry()
-    transactions = TransactionWatch(build_open_transactions(settings)) if exact else None
-    partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = [MaintenanceTask("server", connect.look, _WATCH_SECONDS), *_upkeep(settings, connect, instance, registry)]
     clock = DatabaseClock()
     meter = TurnMetrics(registry)
@@ -134,11 +133,15 @@ def build(settings: Settings) -> Supervisor:
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
     upkeep.append(MaintenanceTask("scheduled events", scheduled.look, _SCHEDULED_SECONDS))
-    if transactions is not None:
+    besides: Callable[[], Sequence[Wait]] = tuple
+    hanging: Callable[[], int] = int
+    grown: Callable[[], Mapping[str, str]] = dict
+    if exact:
+        transactions = TransactionWatch(build_open_transactions(settings))
+        partitions = PartitionCounts(client_options(settings), build_router(settings).may_write)
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
-    if partitions is not None:
         upkeep.append(MaintenanceTask("partitions", partitions.look, _PARTITIONS_SECONDS))
-    grown: Callable[[], Mapping[str, str]] = dict if partitions is None else partitions.grown
+        besides, hanging, grown = transactions.waits, transactions.hanging, partitions.grown
     relay = Supervisor(
         Components(
             instance=instance,
@@ -159,7 +162,7 @@ def build(settings: Settings) -> Supervisor:
             let_go_all=(lambda: None) if wal is None else wal.end,
             sends_again=settings.delivery is not Delivery.AT_MOST_ONCE,
             upkeep=upkeep,
-            besides=tuple if transactions is None else transactions.waits,
+            besides=besides,
             topics=topics.reasons,
             grown=grown,
             meter=meter,
@@ -170,7 +173,6 @@ def build(settings: Settings) -> Supervisor:
             about=_about(settings),
         )
     )
-    hanging = int if transactions is None else transactions.hanging
     RelayMetrics(relay.health, topics.reasons, hanging, grown, registry)
     build_info(registry, __version__, settings.delivery, settings.source)
     if settings.relay.metrics_address is not None:
@@ -228,7 +230,6 @@ class _Wal:
         )
 
     def end(self) -> None:
-        """Close the stream when its lanes are given up."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()

@@ -111,9 +111,7 @@ class Health:
     checks: Sequence[Check] = ()
     """What was looked at, for ``/readyz?verbose``."""
     paused_lanes: Sequence[int] = ()
-    """Its lanes that operators have paused."""
     paused_topics: Sequence[str] = ()
-    """The topics that operators have paused."""
 
 
 @dataclass(frozen=True, slots=True)

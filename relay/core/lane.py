@@ -142,6 +142,6 @@ class Lanes(dict[int, Lane]):
 
 
 def listed(lanes: Collection[int]) -> str:
-    """Return the numbers of lanes as text: all of a few, the first of many."""
+    """Return the numbers of lanes, or of partitions, as text: all of a few, the first of many."""
     some = sorted(lanes)
     return ", ".join(map(str, some[:8])) + (", …" if len(some) > 8 else "")

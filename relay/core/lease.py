@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Final
 
 from outbox._clients.clock import uptime
@@ -14,6 +14,7 @@ LOCKED_SECONDS: Final = (0.01, 0.02, 0.04)
 """The waits before a lane whose row is locked is given up for this turn: a renewal of our own locks it for a moment."""
 
 
+@dataclass(eq=False)
 class Lease:
     """One lane held by this relay. ``renewed`` and ``secure`` may be called from any thread.
 
@@ -24,24 +25,17 @@ class Lease:
     the same epoch, so an epoch without its owner identifies nothing.
     """
 
-    def __init__(
-        self,
-        lane: int,
-        epoch: int,
-        ttl_seconds: float,
-        asked_at: float,
-        former_id: str | None = None,
-        last_batch: int | None = None,
-        owner: str = "",
-    ) -> None:
-        self.lane = lane
-        self.epoch = epoch
-        self.owner = owner
-        self.ttl_seconds = ttl_seconds
-        self.former_id = former_id
-        self.last_batch = last_batch
+    lane: int
+    epoch: int
+    ttl_seconds: float = field(repr=False)
+    asked_at: InitVar[float]
+    former_id: str | None = field(default=None, repr=False)
+    last_batch: int | None = field(default=None, repr=False)
+    owner: str = ""
+
+    def __post_init__(self, asked_at: float) -> None:
         self._lock = threading.Lock()
-        self._until = asked_at + ttl_seconds
+        self._until = asked_at + self.ttl_seconds
 
     def renewed(self, asked_at: float) -> None:
         """Record that Postgres renewed the lease; ``asked_at`` is ``uptime()`` before the request."""
@@ -59,9 +53,6 @@ class Lease:
         """The number of seconds that the lease is still valid, at least."""
         with self._lock:
             return self._until - uptime()
-
-    def __repr__(self) -> str:
-        return f"Lease(lane={self.lane}, epoch={self.epoch}, owner={self.owner!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +82,10 @@ class HeldLanes:
     def give(self, leases: Collection[Lease]) -> None:
         """Give leases to the loop. If it has a lane already, the former lease was recalled, and not this one."""
         with self._lock:
-            self._leases.update({lease.lane: lease for lease in leases})
-            given = {lease.lane for lease in leases}
-            for lane in given:
-                self._recalled.pop(lane, None)
-            self._lost -= given
+            for lease in leases:
+                self._leases[lease.lane] = lease
+                self._recalled.pop(lease.lane, None)
+                self._lost.discard(lease.lane)
 
     def recall(self, lanes: Collection[int], *, lost: bool = False, settle_seconds: float = math.inf) -> None:
         """Recall lanes; the loop lets go of each after its batch in flight. ``lost``: other relays have them.

@@ -128,7 +128,6 @@ class WorkerLoop:
         self._acknowledged_at = 0.0
 
     def run(self) -> None:
-        """Run until stopped, then let go of all lanes."""
         try:
             while not self._stop.is_set():
                 self.turned_at = time.monotonic()

@@ -179,19 +179,6 @@ class NotFenced(BrokerUnavailable):
 class UndecidedTransaction(BrokerUnavailable):
     """A partition ends in a transaction that is neither committed nor aborted."""
 
-    @classmethod
-    def at(cls, topic: str, partition: int, stable: int, end: int, seconds: float) -> UndecidedTransaction:
-        """Return the error, with the likely causes and what to do.
-
-        ``stable`` is the offset up to which all is decided, ``end`` the end offset.
-        """
-        return cls(
-            f"Kafka: {topic!r} partition {partition} is decided up to offset {stable} only and ends at {end}, for "
-            f"{seconds:g} s now: a transaction there is neither committed nor aborted. Either another program has one "
-            "open, or a broker that restarted has lost a transaction's markers (KAFKA-20734). Nothing is published "
-            "before it is decided. Run `outbox relay reconcile`: it names the transaction and what ends it"
-        )
-
 
 class LaneLocked(DatabaseUnavailable):
     """Another session has locked the lane's row. The worker's other lanes continue."""
@@ -319,7 +306,6 @@ class Source(Protocol):
     """
 
     store: TakeoverStore
-    """The database's side of taking lanes over."""
 
     def hold(self, lease: Lease) -> None:
         """Start reading a lane."""

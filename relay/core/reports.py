@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import structlog
@@ -22,9 +22,6 @@ _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 _EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
 
 
-Delays = Callable[[Sequence[Sequence[Claim]], float], None]
-
-
 class TurnMetrics:
     """The metrics of this process's turns. Counters start at zero with each process.
 
@@ -32,8 +29,8 @@ class TurnMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.delays: Delays | None = None
-        self._events = Counter(
+        self.delays: Callable[[Sequence[Sequence[Claim]], float], None] | None = None
+        self.events = Counter(
             "outbox_relay_events",
             "Events by result: published, refused (by Kafka, each attempt), dead (became a dead letter), lost "
             "(at-most-once only).",
@@ -41,11 +38,11 @@ class TurnMetrics:
             registry=registry,
         )
         for result in ("published", "refused", "dead", "lost"):
-            self._events.labels(result)
-        self._turns = Histogram(
+            self.events.labels(result)
+        self.turns = Histogram(
             "outbox_relay_turn_events", "Events that a turn sent.", buckets=_EVENTS, registry=registry
         )
-        self._stages = Histogram(
+        self.stages = Histogram(
             "outbox_relay_turn_seconds",
             "Duration of a turn's stage: read (also settles the previous turn, if both are one statement), publish "
             "(until Kafka's acknowledgement or commit), settle.",
@@ -54,43 +51,27 @@ class TurnMetrics:
             registry=registry,
         )
         for stage in ("read", "publish", "settle"):
-            self._stages.labels(stage)
-        self._lost = Counter(
+            self.stages.labels(stage)
+        self.lanes_lost = Counter(
             "outbox_relay_lanes_lost",
             "Lanes that another relay took from this one.",
             registry=registry,
         )
-        self._most_events = Gauge(
+        self.most_events = Gauge(
             "outbox_relay_turn_limit_events",
             "Most events of a lane in a turn: relay.batch_size, or fewer after turns that were late or too large.",
             registry=registry,
         )
-        self._most_lanes = Gauge(
+        self.most_lanes = Gauge(
             "outbox_relay_turn_limit_lanes",
             "Most lanes in a turn: all of this worker's, or fewer after such turns.",
             registry=registry,
         )
-        self._last = Gauge(
+        self.last_turn = Gauge(
             "outbox_relay_last_turn_timestamp_seconds",
             "When the last turn ended; 0 before the first.",
             registry=registry,
         )
-
-    def events(self, result: str, count: int) -> None:
-        self._events.labels(result).inc(count)
-
-    def turn(self, events: int, stages: Mapping[str, float]) -> None:
-        self._turns.observe(events)
-        for stage, seconds in stages.items():
-            self._stages.labels(stage).observe(seconds)
-        self._last.set(time.time())
-
-    def limits(self, events: int, lanes: int) -> None:
-        self._most_events.set(events)
-        self._most_lanes.set(lanes)
-
-    def lanes_lost(self, count: int) -> None:
-        self._lost.inc(count)
 
 
 class Reminder:
@@ -100,7 +81,6 @@ class Reminder:
         self._last: tuple[str, float] | None = None
 
     def is_due(self, problem: str) -> bool:
-        """Return whether the problem has to be logged now."""
         now = time.monotonic()
         if self._last is not None and self._last[0] == problem and now - self._last[1] < _STANDING_SECONDS:
             return False
@@ -125,30 +105,30 @@ class LoopReports:
         """Count events that Kafka had acknowledged at this time.monotonic(), and record how long they took."""
         count = sum(map(len, batches))
         self.count += count
-        self._meter.events("published", count)
+        self._meter.events.labels("published").inc(count)
         if self._meter.delays is not None:
             self._meter.delays(batches, at)
 
     def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
-        """Record how long a turn took. Reading includes settling the previous one, where both are one statement."""
-        self._meter.turn(events, {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds})
+        self._meter.turns.observe(events)
+        for stage, seconds in (("read", read_seconds), ("publish", publish_seconds), ("settle", settle_seconds)):
+            self._meter.stages.labels(stage).observe(seconds)
+        self._meter.last_turn.set(time.time())
 
     def turn_limits(self, events: int, lanes: int) -> None:
-        """Record the most events of a lane in a turn, and the most lanes."""
-        self._meter.limits(events, lanes)
+        self._meter.most_events.set(events)
+        self._meter.most_lanes.set(lanes)
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        self._meter.events("refused", 1)
+        self._meter.events.labels("refused").inc()
         log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
 
     def dead(self, lane: int, claim: Claim) -> None:
-        """Log an event that failed for good: it is in dead_letters."""
-        self._meter.events("dead", 1)
+        self._meter.events.labels("dead").inc()
         log.error("event is a dead letter now; see `outbox dead-letters show`", lane=lane, **_shown(claim))
 
     def lost(self, lane: int, count: int) -> None:
-        """Log events that may not have reached Kafka and are not sent again (at-most-once)."""
-        self._meter.events("lost", count)
+        self._meter.events.labels("lost").inc(count)
         log.error("events may be lost, as at-most-once allows", lane=lane, events=count)
 
     def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:

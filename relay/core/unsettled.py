@@ -14,7 +14,6 @@ _LOCK_WAITS: Final = 5
 
 
 def pause_after_lock(lane: Lane, waited_seconds: float) -> float:
-    """Return for how long a lane is left alone that has waited in vain for a lock."""
     return min(_LOCK_WAITS * waited_seconds, lane.lease.ttl_seconds)
 
 

@@ -15,6 +15,7 @@ from outbox._clients.kafka import CIRCUMSTANCES, OptionsRefused, complete
 from outbox._clients.kafka_client import Admin
 from outbox.consumer.messages import UndecodableHeaders
 from outbox.consumer.messages import headers_of as safe_headers
+from relay.core.lane import listed
 from relay.core.ports import BrokerUnavailable
 
 log = structlog.get_logger("relay")
@@ -52,19 +53,6 @@ CONSEQUENCES: Final = {
 def text_of(error: KafkaException) -> str:
     inner = error.args[0]
     return inner.str() if isinstance(inner, KafkaError) else str(error)
-
-
-def is_end(error: KafkaError) -> bool:
-    """Return whether an error event is only the end of a partition. Raises KafkaException if it is an error.
-
-    Returns False if rights on the group are missing: a reader with assigned partitions and offsets needs none, but
-    librdkafka looks up the group's coordinator anyway, reports the refusal, and reads on.
-    """
-    if error.code() == KafkaError._PARTITION_EOF:
-        return True
-    if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
-        raise KafkaException(error)
-    return False
 
 
 @contextmanager
@@ -150,10 +138,8 @@ def create_topic(admin: Admin, topic: NewTopic, seconds: float) -> None:
 
 
 def partitions_text(numbers: Collection[int]) -> str:
-    """Return partitions for error texts: all of a few, the first of many."""
-    some = sorted(numbers)
-    shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
-    return f"partition{'s' if len(some) > 1 else ''} {shown}"
+    """Return partitions for error texts."""
+    return f"partition{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
 
 
 def log_unreachable(options: Mapping[str, str]) -> None:

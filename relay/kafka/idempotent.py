@@ -138,7 +138,6 @@ class IdempotentPublisher:
             self._sender.serve()
 
     def close(self) -> None:
-        """Discard what is queued and in flight; the lanes will be read again."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()

@@ -13,6 +13,7 @@ from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCol
 from confluent_kafka.admin import OffsetSpec, TopicMetadata  # type: ignore[attr-defined]
 
 from outbox._clients.kafka_client import EARLIEST, LATEST, STALE, Admin, answered
+from relay.core.ports import UndecidedTransaction
 
 _SECONDS: Final = 10.0
 _ASK_AGAIN_SECONDS: Final = 0.05
@@ -29,6 +30,16 @@ class Undecided(NamedTuple):
     partition: Partition
     stable: int
     end: int
+
+    def error(self, seconds: float) -> UndecidedTransaction:
+        """Return the error after so many seconds, with the likely causes and what to do."""
+        topic, number = self.partition
+        return UndecidedTransaction(
+            f"Kafka: {topic!r} partition {number} is decided up to offset {self.stable} only and ends at {self.end}, "
+            f"for {seconds:g} s now: a transaction there is neither committed nor aborted. Either another program has "
+            "one open, or a broker that restarted has lost a transaction's markers (KAFKA-20734). Nothing is published "
+            "before it is decided. Run `outbox relay reconcile`: it names the transaction and what ends it"
+        )
 
 
 class Offsets:

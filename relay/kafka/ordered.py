@@ -5,7 +5,6 @@ Without that, events can be lost, or overtake others of their key: see outbox/_c
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
@@ -15,7 +14,6 @@ from outbox.event import DEAD_LETTER
 from relay.core.ports import Batches, BrokerUnavailable, Claim, Kind, Unavailable, kind_of
 from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.producer import NOT_SENT, BatchProducer, Outcome, Sending
-from relay.kafka.routing import NoRoute
 
 _FEW_TOPICS: Final = 10
 
@@ -58,10 +56,9 @@ class OrderedProducer(BatchProducer):
         kinds = {(aggregate_type, False) for aggregate_type in {claim.aggregate_type for claim in claims}}
         kinds |= {kind_of(claim) for claim in claims if claim.headers and DEAD_LETTER in claim.headers}
         for kind in kinds:
-            with contextlib.suppress(NoRoute):
-                topic = self._router.topic_of(kind[0], copy=kind[1])
-                if self._first.may_come(topic):
-                    yield kind, topic
+            topic = self._router.known_topic(kind[0], copy=kind[1])
+            if topic is not None and self._first.may_come(topic):
+                yield kind, topic
 
     def _send_first(
         self,

@@ -94,7 +94,6 @@ class BatchProducer:
         self._partitions: dict[int, int | None] = {}
         self._markers: dict[int, KafkaError] = {}
         self.fatal: KafkaError | None = None
-        """The producer's fatal error, if it has one."""
         self.broken_off = False
         """Whether librdkafka took no more messages, because the transaction has failed."""
         self._connections = ConnectionErrors()
@@ -405,10 +404,8 @@ class BatchProducer:
         return f" ({events} of {sent} events not acknowledged)" if events else ""
 
     def _topic(self, claim: Claim) -> str:
-        try:
-            return self._router.topic(claim)
-        except NoRoute:
-            return "?"
+        aggregate_type, copy = kind_of(claim)
+        return self._router.known_topic(aggregate_type, copy=copy) or "?"
 
     def _send(self, claim: Claim, deadline: float) -> Outcome:
         try:

@@ -32,13 +32,13 @@ from confluent_kafka.admin import ConfigResource, NewPartitions  # type: ignore[
 from confluent_kafka.cimpl import NewTopic
 
 from outbox._clients.kafka_client import Admin, silent_logger
+from outbox._clients.kafka_rules import is_end
 from outbox.errors import ConfigurationError
 from relay.core.marker import Marker, StateLost
 from relay.core.ports import BrokerUnavailable, UndecidedTransaction
 from relay.kafka.client import (
     accepted_before,
     create_topic,
-    is_end,
     partitions_text,
     reader_options,
     text_of,
@@ -134,10 +134,7 @@ class StateTopic:
             values = self._last_values(consumer, low, ends)
         markers: dict[int, Marker | None] = dict.fromkeys(wanted - there)
         broken: dict[int, StateLost | UndecidedTransaction] = {
-            found.partition.number: UndecidedTransaction.at(
-                self.name, found.partition.number, found.stable, found.end, self.decide_seconds
-            )
-            for found in undecided
+            found.partition.number: found.error(self.decide_seconds) for found in undecided
         }
         for lane in ends:
             try:

@@ -117,14 +117,13 @@ class Takeover:
             time.sleep(seconds)
             adopted |= self._store.adopt_settled(leases, markers, self._own_base)
             for lease in leases:
+                failed.pop(lease.lane, None)
                 if lease.lane in adopted:
-                    failed.pop(lease.lane, None)
                     continue
                 result = self._adopt(lease, markers[lease.lane])
                 if isinstance(result, OutboxError):
                     failed[lease.lane] = result
                 else:
-                    failed.pop(lease.lane, None)
                     adopted[lease.lane] = result
             leases = [lease for lease in leases if isinstance(failed.get(lease.lane), LaneLocked)]
             if not leases:

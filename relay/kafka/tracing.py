@@ -7,7 +7,6 @@ tracer provider a turn costs one comparison, and no header is looked at.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import wraps
 from itertools import islice
 from typing import Any, TypeVar, assert_never, cast
@@ -18,8 +17,8 @@ from outbox import _trace
 from outbox._app import tracing
 from outbox._app.tracing import EventTrace
 from outbox.event import TRACEPARENT, TRACESTATE
-from relay.core.ports import Batches, Completed, Confirm, Failed, Sent, Unconfirmed
-from relay.kafka.routing import NoRoute, Router
+from relay.core.ports import Batches, Completed, Confirm, Failed, Sent, Unconfirmed, kind_of
+from relay.kafka.routing import Router
 
 _Publish = TypeVar("_Publish", bound=Callable[..., Sent])
 
@@ -49,13 +48,9 @@ def traced(publish: _Publish) -> _Publish:
 
 
 def _topics(router: Router, batches: Batches) -> set[str]:
-    topics: set[str] = set()
-    for claims in batches.values():
-        for claim in claims:
-            # Without a route the event is refused, and goes nowhere.
-            with suppress(NoRoute):
-                topics.add(router.topic(claim))
-    return topics
+    kinds = {kind_of(claim) for claims in batches.values() for claim in claims}
+    # Without a route an event is refused, and goes nowhere.
+    return {topic for kind, copy in kinds if (topic := router.known_topic(kind, copy=copy)) is not None}
 
 
 def _traces(batches: Batches) -> Iterator[EventTrace]:

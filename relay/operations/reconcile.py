@@ -143,8 +143,7 @@ class Reconciler:
         for found in undecided:
             topic, lane = found.partition
             if topic == self._state.name and lane in states:
-                problem = UndecidedTransaction.at(topic, lane, found.stable, found.end, self._state.decide_seconds)
-                states[lane] = replace(states[lane], problem=str(problem))
+                states[lane] = replace(states[lane], problem=str(found.error(self._state.decide_seconds)))
         hanging = self._hidden.examine(undecided, list(self._lanes()))[0] if undecided else []
         broken = [lane for lane, state in states.items() if state.problem is not None]
         if broken and search:

@@ -138,7 +138,6 @@ class PollingSource(Source):
         self._discard_ahead()
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
-        """Settle what is pending, and return the lowest unpublished events of these lanes."""
         failed = self.settlement.finish()
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
             turn = self._run(limits)
@@ -208,7 +207,6 @@ class PollingSource(Source):
         return failed | self.settlement.settle(unsettled)
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
-        """Wait until these lanes may have events, for at most ``seconds``. Returns whether a fetch is worth it."""
         if not lanes:
             stop.wait(seconds)
             return False

@@ -57,11 +57,10 @@ class RowTakeover:
     def adopt_settled(
         self, leases: Sequence[Lease], markers: Mapping[int, Marker | None], own_id: str | None
     ) -> dict[int, tuple[Marker | None, Identity]]:
-        """Adopt the lanes that have nothing to settle, in one statement; the others are for ``adopt``.
+        """Adopt in one statement: nearly all of a worker's lanes have nothing to settle, whatever has happened to it.
 
-        Nearly all of a worker's lanes are such lanes, whatever has happened to it, and all that are new; a transaction
-        for each takes seconds. It leaves what ``adopt`` would refuse, lanes without a lease of ours, and those that are
-        locked.
+        A transaction for each takes seconds. Leaves what ``adopt`` would refuse, lanes without a lease of ours, and
+        those that are locked.
         """
         identity = self._identity
         adopted: dict[int, tuple[Marker | None, Identity]] = {}

@@ -257,7 +257,7 @@ class StreamReader:
         kept: list[Claim] = []
         gone: list[WalPosition] = []
         if number_of_lane not in looked.ids:
-            raise self._lanes.lost(lane)
+            raise self._settlement.lost(number_of_lane)
         for number, event in enumerate(announced):
             row = rows.pop(event.id, None)
             if row is not None:

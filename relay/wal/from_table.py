@@ -55,9 +55,7 @@ class TableReader:
         # Only lanes with events were settled. The stream's reader ends for all lanes if one of them is lost.
         idle = [number for number in limits if number not in failed and number not in batches]
         if idle:
-            with unavailable_on_error(f"looking at {lanes_text(idle)}"):
-                held = self._table.connection.execute(*self._settlement.still_held(idle)).fetchall()
-                failed |= self._settlement.lost_of(idle, held)
+            failed |= self._lanes.lost_of(idle)
         for number in self._advance([number for number in limits if number not in failed], batches, limits):
             batches.pop(number, None)
         return replace(fetched, batches={number: rows for number, rows in batches.items() if number not in failed})
@@ -174,7 +172,7 @@ class TableReader:
         lane = self._lanes[number]
         if lane.absent:
             return True
-        if not self._lanes.set_state([lane], InTable(), self._queries.set_unlocked):
+        if not self._lanes.set_state([lane], InTable()):
             # The row is locked, or another relay has the lane. The stream holds the lane's events, and this is retried.
             return False
         lane.absent, lane.batch = True, ()

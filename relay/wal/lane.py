@@ -11,7 +11,7 @@ from psycopg import sql
 
 from outbox.errors import OutboxError
 from relay.core.lease import LOCKED_SECONDS, Lease
-from relay.core.ports import Claim, LaneLocked, LaneLost
+from relay.core.ports import Claim, LaneLocked
 from relay.database import one_write, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.polling.source import PollingSource
@@ -143,7 +143,7 @@ class StreamLanes(dict[int, StreamLane]):
         rows locked and their leases not renewed.
         """
         if lanes:
-            self.set_state(lanes, Streaming(), self.queries.set_unlocked)
+            self.set_state(lanes, Streaming())
             failpoint("stream.entered")
 
     def leave_stream(self, lanes: Sequence[StreamLane]) -> dict[int, OutboxError]:
@@ -153,7 +153,7 @@ class StreamLanes(dict[int, StreamLane]):
         left = lanes
         for seconds in (0.0, *LOCKED_SECONDS):
             time.sleep(seconds)
-            self.set_state(left, InTable(), self.queries.set_unlocked)
+            self.set_state(left, InTable())
             left = [lane for lane in left if lane.streaming]
             if not left:
                 break
@@ -161,22 +161,24 @@ class StreamLanes(dict[int, StreamLane]):
             failpoint("stream.left")
         if not left:
             return {}
-        numbers, settlement = [lane.lease.lane for lane in left], self.table.settlement
-        with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
-            held = self.table.connection.execute(*settlement.still_held(numbers)).fetchall()
-            lost = settlement.lost_of(numbers, held)
+        numbers = [lane.lease.lane for lane in left]
+        lost = self.lost_of(numbers)
         return {number: lost.get(number) or LaneLocked(number) for number in numbers}
 
-    def set_state(self, lanes: Sequence[StreamLane], state: Streaming | InTable, query: sql.Composed) -> bool:
-        """Record the lanes' state. Returns whether that of all."""
+    def set_state(self, lanes: Sequence[StreamLane], state: Streaming | InTable) -> bool:
+        """Record the state of the lanes whose rows are not locked. Returns whether that of all."""
         values = {"streaming": isinstance(state, Streaming), **lease_values([lane.lease for lane in lanes])}
         doing = f"recording the state of {lanes_text([lane.lease.lane for lane in lanes])}"
         with unavailable_on_error(doing), one_write(self.table.session.connection):
-            done = {row[0] for row in self.table.connection.execute(query, values)}
+            done = {row[0] for row in self.table.connection.execute(self.queries.set_streaming, values)}
         for lane in lanes:
             if lane.lease.lane in done:
                 lane.state = state
         return len(done) == len(lanes)
 
-    def lost(self, lane: StreamLane) -> LaneLost:
-        return self.table.settlement.lost(lane.lease.lane)
+    def lost_of(self, numbers: Collection[int]) -> dict[int, OutboxError]:
+        """Return which of these lanes another relay has taken."""
+        settlement = self.table.settlement
+        with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
+            held = self.table.connection.execute(*settlement.still_held(numbers)).fetchall()
+            return settlement.lost_of(numbers, held)

@@ -14,12 +14,8 @@ SELECT l.lane, streaming, commit_lsn, EXISTS (SELECT FROM {failures} AS f WHERE 
        {timeline}
   FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
-_SET_STREAMING: Final = """
-UPDATE {lanes} AS l SET streaming = %(streaming)s FROM {leases} WHERE {ours}
-RETURNING l.lane, set_config('synchronous_commit', 'on', true)"""
-
 # Does not wait for a lock on a row, because the other lanes would wait as well.
-_SET_UNLOCKED: Final = """
+_SET_STREAMING: Final = """
 UPDATE {lanes} SET streaming = %(streaming)s
  WHERE lane IN (SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED)
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
@@ -90,7 +86,6 @@ class StreamQueries:
 
         self.state = query(_STATE)
         self.set_streaming = query(_SET_STREAMING)
-        self.set_unlocked = query(_SET_UNLOCKED)
         self.highest_ids = query(_HIGHEST_IDS)
         self.any_up_to = query(_ANY_UP_TO)
         self.more = query(_MORE)

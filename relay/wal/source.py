@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, assert_never
+from typing import Any, Final
 
 import structlog
 
@@ -301,7 +301,7 @@ class StreamSource(Source):
         for number, lane in zip(numbers, lanes, strict=True):
             state = states.get(number)
             if state is None:
-                failed[number] = self._lanes.lost(lane)
+                failed[number] = self._table.settlement.lost(number)
                 continue
             streaming, commit_lsn, failures, timeline = state
             lane.state = Streaming(must_leave=failures or lane.must_leave) if streaming else InTable()
@@ -323,20 +323,11 @@ class StreamSource(Source):
 
     def _leave_to_table(self, numbers: Collection[int], failed: dict[int, OutboxError]) -> None:
         """Keep paused lanes' events in the table; adds lanes for which that fails."""
-        streaming: list[int] = []
         for number in numbers:
-            lane = self._lanes[number]
-            match lane.state:
-                case Streaming():
-                    streaming.append(number)
-                case CatchingUp():
-                    # What was kept for it is dropped as well: its rows are still in the table.
-                    lane.state = InTable()
-                case InTable():
-                    pass
-                case _:
-                    assert_never(lane.state)
-        self._leave_stream(streaming, failed)
+            if isinstance(self._lanes[number].state, CatchingUp):
+                # What was kept for it is dropped as well: its rows are still in the table.
+                self._lanes[number].state = InTable()
+        self._leave_stream([number for number in numbers if self._lanes[number].streaming], failed)
 
     def _note_adopted(self, number: int, marker: Marker | None) -> None:
         lane = self._lanes[number]

@@ -34,7 +34,7 @@ import orjson
 from outbox._clients.callbacks import weak_callback
 from outbox._clients.kafka import ConnectionErrors, complete
 from outbox._clients.kafka_client import silent_logger
-from outbox._clients.kafka_rules import is_refusal
+from outbox._clients.kafka_rules import is_end, is_refusal
 from outbox.consumer import patience
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.kafka_errors import of_kafka
@@ -316,25 +316,10 @@ class RangeReader:
             error = message.error()
             if error is None and partition in spans:
                 taken[partition] += spans[partition].take([message])
-            elif error is not None and _is_end(error) and partition in spans:
+            elif error is not None and is_end(error) and partition in spans:
                 # Its offset is that of the next message.
                 spans[partition].reach(message.offset() or 0)
         return taken
-
-
-def _is_end(error: KafkaError) -> bool:
-    """Return whether this is the end of a partition. Raises KafkaException for an error.
-
-    A refusal of the group is ignored: a reader that assigns its own partitions and offsets needs no right on a group,
-    but librdkafka asks for the group's coordinator anyway, reports the refusal, and continues reading.
-    """
-    from confluent_kafka import KafkaError, KafkaException
-
-    if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  a documented name, in spite of the underscore
-        return True
-    if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
-        raise KafkaException(error)
-    return False
 
 
 def _shown(spans: Mapping[Partition, _RangeProgress]) -> str:

@@ -203,7 +203,7 @@ def test_it_is_ready_once_it_has_started_and_for_as_long_as_it_reaches_postgres(
     [
         (StreamLost("x"), "stream_lost"),
         (StateLost("x"), "state_lost"),
-        (UndecidedTransaction.at("t", 0, 1, 2, 3.0), "undecided_transaction"),
+        (UndecidedTransaction("not decided"), "undecided_transaction"),
         (LaneLocked(1), "lane_locked"),
         (DeliveryTimeout("x"), "kafka_unavailable"),
         (BatchRefused("x"), "kafka_unavailable"),

@@ -223,7 +223,7 @@ def test_a_lane_that_is_lost_counts_once_whether_a_turn_or_the_renewal_finds_it(
     first, second, third = supervisor._held.leases[:3]
 
     def count() -> float:
-        return supervisor._components.meter._lost._value.get()
+        return supervisor._components.meter.lanes_lost._value.get()
 
     table = Table({"me": LANES}, lost=[first, second])
     # As often as it is renewed before the loop lets go of it; and a turn finds one of them too.
