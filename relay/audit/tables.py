@@ -421,12 +421,7 @@ class Tables:
 
 def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
     pieces = names | event_minute(names) | {"original": sql.SQL(_ORIGINAL), "content": content()}
-    for name, text in (
-        ("archived", _ARCHIVED),
-        ("placed", _PLACED),
-        ("whole", _WHOLE),
-        ("discarded", _DISCARDED),
-    ):
+    for name, text in (("archived", _ARCHIVED), ("placed", _PLACED), ("whole", _WHOLE), ("discarded", _DISCARDED)):
         pieces[name] = sql.SQL(text).format(**pieces)
     return pieces | {
         "ids": total("ids"),

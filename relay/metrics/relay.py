@@ -126,9 +126,7 @@ class SlotWatch:
 def build_info(registry: CollectorRegistry, version: str, delivery: str, source: str) -> None:
     """Expose what this process runs: versions that differ after a deployment, settings that should be equal."""
     Info(
-        "outbox_relay_build",
-        "Always 1: the version, OUTBOX_DELIVERY and OUTBOX_SOURCE are labels.",
-        registry=registry,
+        "outbox_relay_build", "Always 1: the version, OUTBOX_DELIVERY and OUTBOX_SOURCE are labels.", registry=registry
     ).info({"version": version, "delivery": delivery, "source": source})
 
 
@@ -171,9 +169,7 @@ class RelayMetrics:
         )
         yield gauge("relay_lanes_paused", "Paused lanes of this worker.", len(health.paused_lanes))
         yield gauge(
-            "relay_topics_paused",
-            "Paused topics that this worker obeys; their events wait.",
-            len(health.paused_topics),
+            "relay_topics_paused", "Paused topics that this worker obeys; their events wait.", len(health.paused_topics)
         )
         yield gauge(
             "relay_topics_unusable",
