@@ -163,13 +163,13 @@ class _Comparison:
             unpublished = self._tables.unpublished()
             scheduled = {} if self._scope.closed else self._tables.scheduled()
             written = self._tables.ledger() if self._ledger else {}
-            places = self._tables.places()
+            archived_topics, lowest, all_known = self._tables.places()
             self._coverage.of_archive(self._tables.archived(), on=self._settings.relay.archive_days > 0)
         unarchived = {*unpublished[0], *unpublished[1], *scheduled, *written}
-        self._coverage.own, topics = self._topic_names(unarchived, places.topics)
+        self._coverage.own, topics = self._topic_names(unarchived, archived_topics)
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
-        complete = places.complete and self._minutes.start in self._coverage.archive
-        self._extents = self._topics.extents(self._audit.since, places.lowest, complete=complete)
+        complete = all_known and self._minutes.start in self._coverage.archive
+        self._extents = self._topics.extents(self._audit.since, lowest, complete=complete)
         self._audit.notes += [
             f"topic {topic} does not exist, or these credentials may not DESCRIBE it"
             for topic in sorted(topics - {place.topic for place in self._extents})
