@@ -34,7 +34,7 @@ from relay.audit.findings import (
 )
 from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
 from relay.audit.readings import Readings
-from relay.audit.records import kept_back, repeats, unknown, unlike_archived, unlike_ledger
+from relay.audit.records import superfluous, unlike_archived, unlike_ledger
 from relay.audit.sessions import Sessions, sessions
 from relay.audit.sums import (
     MODULUS,
@@ -345,19 +345,17 @@ class _Comparison:
             one.sums["kafka"] = self._sum(records)
             one.waiting, one.dead, one.discarded = (len(ids[window]) for ids in left)
             one.failed = self._sum(chain(*(ids[window] for ids in left[1:])))
-            for event_id, text in repeats(records):
-                self._differ(one, "repeated", event_id, text)
+            dead, discarded = set[bytes](), set[bytes]()
             if self._coverage.archived(window):
                 one.committed = len(known)
                 self._compare_archive(one, archived[window], records, late[window], hidden)
                 known |= self._unarchived(one, records, known, written)
-                for event_id, text in unknown(records, known):
-                    self._differ(one, "unknown", event_id, text)
-                for event_id, text in kept_back(records, *(ids[window] - archived[window].keys() for ids in left[1:])):
-                    self._differ(one, "repeated", event_id, text)
+                dead, discarded = (ids[window] - archived[window].keys() for ids in left[1:])
             else:
                 one.committed = None
                 known |= records.keys() | late[window].keys()
+            for event_id, kind, text in superfluous(records, known, dead, discarded):
+                self._differ(one, kind, event_id, text)
             # Without an archive, what is between the outbox and its readers may be under way.
             whole = self._coverage.archived(window) or not (one.waiting or window.topic in hides)
             accounted[window] = Sum(len(known), self._sum(known)), whole
