@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import uuid
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -42,6 +41,7 @@ from relay.audit.sums import (
     WINDOW_SECONDS,
     Sum,
     Window,
+    by_minute,
     hash_of,
     minute_of,
     minute_of_id,
@@ -284,9 +284,7 @@ class _Comparison:
     def _compare_groups(self, audited: Mapping[Window, WindowAudit], read: Readings) -> None:
         for group in read.groups:
             expected, waiting, unsure = expected_of(group, read.cells)
-            totals: dict[int, Sum] = defaultdict(Sum)
-            for window, of_window in expected.items():
-                totals[window.minute] += of_window
+            totals = by_minute(expected)
             for window, one in audited.items():
                 if window.topic not in group.topics or one.state == EXPIRED or group.forgot(window.minute):
                     continue
