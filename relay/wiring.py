@@ -173,7 +173,7 @@ def build(settings: Settings) -> Supervisor:
             about=_about(settings),
         )
     )
-    RelayMetrics(relay.health, topics.reasons, hanging, grown, registry)
+    registry.register(RelayMetrics(relay.health, topics.reasons, hanging, grown))
     build_info(registry, __version__, settings.delivery, settings.source)
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry, health=relay.health, outbox=settings.name)

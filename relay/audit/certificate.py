@@ -12,6 +12,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,15 +58,13 @@ def _replace(path: Path, contents: bytes) -> None:
     # What is no file, such as a pipe, can't be replaced.
     written = target.with_name(f".{target.name}.{os.getpid()}") if target.is_file() or not target.exists() else target
     try:
-        try:
-            written.write_bytes(contents)
-            if written != target:
-                written.replace(target)
-        except OSError:
-            if written != target:
-                written.unlink(missing_ok=True)
-            raise
+        written.write_bytes(contents)
+        if written != target:
+            written.replace(target)
     except OSError as error:
+        if written != target:
+            with suppress(OSError):
+                written.unlink()
         raise ConfigurationError(f"no certificate was written to {path}: {error.strerror}") from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import secrets
 import uuid
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -34,7 +33,7 @@ from relay.audit.findings import (
 )
 from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
 from relay.audit.readings import Readings
-from relay.audit.records import kept_back, repeats, unknown, unlike_archived, unlike_ledger
+from relay.audit.records import superfluous, unlike_archived, unlike_ledger
 from relay.audit.sessions import Sessions, sessions
 from relay.audit.sums import (
     MODULUS,
@@ -42,6 +41,7 @@ from relay.audit.sums import (
     WINDOW_SECONDS,
     Sum,
     Window,
+    by_minute,
     hash_of,
     minute_of,
     minute_of_id,
@@ -163,13 +163,13 @@ class _Comparison:
             unpublished = self._tables.unpublished()
             scheduled = {} if self._scope.closed else self._tables.scheduled()
             written = self._tables.ledger() if self._ledger else {}
-            places = self._tables.places()
+            archived_topics, lowest, all_known = self._tables.places()
             self._coverage.of_archive(self._tables.archived(), on=self._settings.relay.archive_days > 0)
         unarchived = {*unpublished[0], *unpublished[1], *scheduled, *written}
-        self._coverage.own, topics = self._topic_names(unarchived, places.topics)
+        self._coverage.own, topics = self._topic_names(unarchived, archived_topics)
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
-        complete = places.complete and self._minutes.start in self._coverage.archive
-        self._extents = self._topics.extents(self._audit.since, places.lowest, complete=complete)
+        complete = all_known and self._minutes.start in self._coverage.archive
+        self._extents = self._topics.extents(self._audit.since, lowest, complete=complete)
         self._audit.notes += [
             f"topic {topic} does not exist, or these credentials may not DESCRIBE it"
             for topic in sorted(topics - {place.topic for place in self._extents})
@@ -284,9 +284,7 @@ class _Comparison:
     def _compare_groups(self, audited: Mapping[Window, WindowAudit], read: Readings) -> None:
         for group in read.groups:
             expected, waiting, unsure = expected_of(group, read.cells)
-            totals: dict[int, Sum] = defaultdict(Sum)
-            for window, of_window in expected.items():
-                totals[window.minute] += of_window
+            totals = by_minute(expected)
             for window, one in audited.items():
                 if window.topic not in group.topics or one.state == EXPIRED or group.forgot(window.minute):
                     continue
@@ -345,19 +343,17 @@ class _Comparison:
             one.sums["kafka"] = self._sum(records)
             one.waiting, one.dead, one.discarded = (len(ids[window]) for ids in left)
             one.failed = self._sum(chain(*(ids[window] for ids in left[1:])))
-            for event_id, text in repeats(records):
-                self._differ(one, "repeated", event_id, text)
+            dead, discarded = set[bytes](), set[bytes]()
             if self._coverage.archived(window):
                 one.committed = len(known)
                 self._compare_archive(one, archived[window], records, late[window], hidden)
                 known |= self._unarchived(one, records, known, written)
-                for event_id, text in unknown(records, known):
-                    self._differ(one, "unknown", event_id, text)
-                for event_id, text in kept_back(records, *(ids[window] - archived[window].keys() for ids in left[1:])):
-                    self._differ(one, "repeated", event_id, text)
+                dead, discarded = (ids[window] - archived[window].keys() for ids in left[1:])
             else:
                 one.committed = None
                 known |= records.keys() | late[window].keys()
+            for event_id, kind, text in superfluous(records, known, dead, discarded):
+                self._differ(one, kind, event_id, text)
             # Without an archive, what is between the outbox and its readers may be under way.
             whole = self._coverage.archived(window) or not (one.waiting or window.topic in hides)
             accounted[window] = Sum(len(known), self._sum(known)), whole

@@ -134,12 +134,7 @@ class Groups:
     """
 
     def __init__(
-        self,
-        connection: psycopg.Connection[Any],
-        schema: str,
-        group: str | None,
-        minutes: range,
-        key: bytes,
+        self, connection: psycopg.Connection[Any], schema: str, group: str | None, minutes: range, key: bytes
     ) -> None:
         self._connection = connection
         self._schema = schema

@@ -12,29 +12,27 @@ from relay.audit.tables import Archived
 from relay.audit.topics import OnKafka
 
 
-def repeats(on_kafka: Mapping[bytes, Sequence[OnKafka]]) -> Iterator[tuple[bytes, str]]:
+def superfluous(
+    on_kafka: Mapping[bytes, Sequence[OnKafka]],
+    known: Collection[bytes],
+    dead: Collection[bytes],
+    discarded: Collection[bytes],
+) -> Iterator[tuple[bytes, str, str]]:
+    """Yield events that have records which must not be there, each with the kind of the difference and a text.
+
+    known  the events of the outbox; of these some failed for good, and are ``dead`` letters or were ``discarded``.
+    """
     for event_id, records in on_kafka.items():
+        places = [f"{record.place.number} offset {record.offset}" for record in records]
         if len(records) > 1:
-            places = ", ".join(f"{record.place.number} offset {record.offset}" for record in records)
-            yield event_id, f"stands {len(records)} times: partition {places}"
-
-
-def kept_back(
-    on_kafka: Mapping[bytes, Sequence[OnKafka]], dead: Collection[bytes], discarded: Collection[bytes]
-) -> Iterator[tuple[bytes, str]]:
-    """Yield events that are on Kafka although they failed for good, each with a text."""
-    for event_id, records in on_kafka.items():
-        if event_id in dead or event_id in discarded:
-            what = "is a dead letter: a retry would send it again" if event_id in dead else "was discarded"
-            place = f"partition {records[0].place.number} offset {records[0].offset}"
-            yield event_id, f"{place} has it, and it {what}"
-
-
-def unknown(on_kafka: Mapping[bytes, Sequence[OnKafka]], known: Collection[bytes]) -> Iterator[tuple[bytes, str]]:
-    for event_id, records in on_kafka.items():
+            yield event_id, "repeated", f"stands {len(records)} times: partition {', '.join(places)}"
+        has_it = f"partition {places[0]} has it, and"
         if event_id not in known:
-            place = f"partition {records[0].place.number} offset {records[0].offset}"
-            yield event_id, f"{place} has it, and the outbox has no row of it"
+            yield event_id, "unknown", f"{has_it} the outbox has no row of it"
+        elif event_id in dead:
+            yield event_id, "repeated", f"{has_it} it is a dead letter: a retry would send it again"
+        elif event_id in discarded:
+            yield event_id, "repeated", f"{has_it} it was discarded"
 
 
 def unlike_archived(row: Archived, records: Sequence[OnKafka]) -> Iterator[tuple[str, str]]:

@@ -54,9 +54,9 @@ def unlike(known: Mapping[Window, Sum], written: Mapping[Window, Sum], former: C
     None of a minute of which that is equal over all topics: then events went elsewhere, as routes have changed since.
     Topics that are ``former`` count only for that: none of them, one, or all, as some may be another outbox's.
     """
-    here, there = _by_minute(known), _by_minute(written)
+    here, there = by_minute(known), by_minute(written)
     routed = {window: one for window, one in known.items() if window.topic not in former}
-    ours = _by_minute(routed)
+    ours = by_minute(routed)
     equal = {minute for minute, one in there.items() if one in (here[minute], ours[minute])}
     equal |= {
         window.minute
@@ -68,7 +68,7 @@ def unlike(known: Mapping[Window, Sum], written: Mapping[Window, Sum], former: C
     ]
 
 
-def _by_minute(windows: Mapping[Window, Sum]) -> defaultdict[int, Sum]:
+def by_minute(windows: Mapping[Window, Sum]) -> defaultdict[int, Sum]:
     found: defaultdict[int, Sum] = defaultdict(Sum)
     for window, one in windows.items():
         found[window.minute] += one

@@ -166,19 +166,6 @@ class Committed(NamedTuple):
         return self.ids.events == self.wholes.events
 
 
-class Places(NamedTuple):
-    """Where archived events stand.
-
-    topics    all to which they went.
-    lowest    the lowest offset of each partition, as far as it is known.
-    complete  whether it is known of each: it is not where an event was settled from a marker.
-    """
-
-    topics: Collection[str]
-    lowest: Mapping[Partition, int]
-    complete: bool
-
-
 class Archived(NamedTuple):
     """An archived event. ``place`` and ``offset`` are None if it was settled from a marker after a crash."""
 
@@ -316,8 +303,11 @@ class Tables:
     def ledger(self) -> dict[Window, Sum]:
         return self._summed(_LEDGER)
 
-    def places(self) -> Places:
-        """Return where the archived events of the range stand."""
+    def places(self) -> tuple[Collection[str], Mapping[Partition, int], bool]:
+        """Return the topics to which the archived events of the range went, and the lowest offset of each partition.
+
+        And whether all their offsets are known: not where an event was settled from a marker.
+        """
         lowest: dict[Partition, int] = {}
         topics, complete = set[str](), True
         for kind, topic, number, offset in self._rows(_PLACES):
@@ -327,7 +317,7 @@ class Tables:
                 lowest[place] = min(offset, lowest.get(place, offset))
             complete = complete and topic is not None
             topics |= set() if window is None else {window.topic}
-        return Places(topics, lowest, complete)
+        return topics, lowest, complete
 
     def events(self, windows: Collection[Window]) -> dict[Window, dict[bytes, Archived]]:
         """Return the archived events of these windows, by their ids (16 bytes)."""
@@ -421,12 +411,7 @@ class Tables:
 
 def _pieces(names: dict[str, sql.Composable]) -> dict[str, sql.Composable]:
     pieces = names | event_minute(names) | {"original": sql.SQL(_ORIGINAL), "content": content()}
-    for name, text in (
-        ("archived", _ARCHIVED),
-        ("placed", _PLACED),
-        ("whole", _WHOLE),
-        ("discarded", _DISCARDED),
-    ):
+    for name, text in (("archived", _ARCHIVED), ("placed", _PLACED), ("whole", _WHOLE), ("discarded", _DISCARDED)):
         pieces[name] = sql.SQL(text).format(**pieces)
     return pieces | {
         "ids": total("ids"),

@@ -35,12 +35,8 @@ def upgrade(
     from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer)
-    if consumer:
-        _refuse_lanes(lanes)
-        done = db.repeated(_say_why, lambda: db.upgrade_consumer(url, name))
-    else:
-        count = None if lanes is None else _number(lanes)
-        done = db.repeated(_say_why, lambda: db.upgrade(url, name, count))
+    count = _lane_count(lanes, consumer)
+    done = db.repeated(_say_why, lambda: db.upgrade_consumer(url, name) if consumer else db.upgrade(url, name, count))
     typer.echo(f"schema {name}: {done}")
 
 
@@ -93,12 +89,9 @@ def sql(
     from outbox._app import migrate as db
     from outbox.tables import DEFAULT_LANES
 
-    name = _schema_of(load(), schema, consumer)
-    if consumer:
-        _refuse_lanes(lanes)
-        typer.echo(db.sql(name, start=start, end=end, history=db.CONSUMER))
-    else:
-        typer.echo(db.sql(name, DEFAULT_LANES if lanes is None else _number(lanes), start, end))
+    name, count = _schema_of(load(), schema, consumer), _lane_count(lanes, consumer)
+    history = db.CONSUMER if consumer else db.OUTBOX
+    typer.echo(db.sql(name, DEFAULT_LANES if count is None else count, start, end, history=history))
 
 
 @app.command()
@@ -385,6 +378,10 @@ def _number(lanes: str) -> int:
         raise ConfigurationError(f"lanes must be a number from 1 to {MAX_LANES}, not {lanes!r}") from None
 
 
-def _refuse_lanes(lanes: str | None) -> None:
-    if lanes is not None:
+def _lane_count(lanes: str | None, consumer: bool) -> int | None:
+    """Return --lanes. Raises ConfigurationError with --consumer."""
+    if lanes is None:
+        return None
+    if consumer:
         raise ConfigurationError("--lanes is for the outbox; the consumers' tables have none")
+    return _number(lanes)

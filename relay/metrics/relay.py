@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import psycopg
@@ -52,11 +53,7 @@ def slot_metrics(
 
 
 def slot_repairs(registry: CollectorRegistry) -> Counter:
-    return Counter(
-        "outbox_slot_repairs",
-        "Repairs of a lost slot by this process.",
-        registry=registry,
-    )
+    return Counter("outbox_slot_repairs", "Repairs of a lost slot by this process.", registry=registry)
 
 
 class SlotWatch:
@@ -129,36 +126,26 @@ class SlotWatch:
 def build_info(registry: CollectorRegistry, version: str, delivery: str, source: str) -> None:
     """Expose what this process runs: versions that differ after a deployment, settings that should be equal."""
     Info(
-        "outbox_relay_build",
-        "Always 1: the version, OUTBOX_DELIVERY and OUTBOX_SOURCE are labels.",
-        registry=registry,
+        "outbox_relay_build", "Always 1: the version, OUTBOX_DELIVERY and OUTBOX_SOURCE are labels.", registry=registry
     ).info({"version": version, "delivery": delivery, "source": source})
 
 
+@dataclass(frozen=True, slots=True)
 class RelayMetrics:
-    """The metrics of a worker's health and of its topics.
+    """The metrics of a worker's health and of its topics, for a registry.
 
-    ``hanging`` returns the number of partitions in which a transaction hangs, ``grown`` the topics that got more
-    partitions lately.
+    hanging  returns the number of partitions in which a transaction hangs.
+    grown    the topics that got more partitions lately.
     """
 
-    def __init__(
-        self,
-        health: Callable[[], Health],
-        topics: Callable[[], Collection[str]],
-        hanging: Callable[[], int],
-        grown: Callable[[], Collection[str]],
-        registry: CollectorRegistry,
-    ) -> None:
-        self._health = health
-        self._topics = topics
-        self._hanging = hanging
-        self._grown = grown
-        registry.register(self)
+    health: Callable[[], Health]
+    topics: Callable[[], Collection[str]]
+    hanging: Callable[[], int]
+    grown: Callable[[], Collection[str]]
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the worker's current health, with every reason, also those without a wait."""
-        health = self._health()
+        health = self.health()
         waits = {wait.reason: wait for wait in health.waits}
         yield gauge("relay_ready", "1 when /readyz answers 200.", health.ready)
         yield gauge("relay_lanes", "Lanes that this worker holds.", health.lanes)
@@ -182,22 +169,20 @@ class RelayMetrics:
         )
         yield gauge("relay_lanes_paused", "Paused lanes of this worker.", len(health.paused_lanes))
         yield gauge(
-            "relay_topics_paused",
-            "Paused topics that this worker obeys; their events wait.",
-            len(health.paused_topics),
+            "relay_topics_paused", "Paused topics that this worker obeys; their events wait.", len(health.paused_topics)
         )
         yield gauge(
             "relay_topics_unusable",
             "Topics that are missing or accept no messages; their events wait.",
-            len(self._topics()),
+            len(self.topics()),
         )
         yield gauge(
             "relay_partitions_hanging",
             "Partitions with a hanging transaction, behind which read_committed readers see nothing.",
-            self._hanging(),
+            self.hanging(),
         )
         yield gauge(
             "relay_topics_grown",
             "Exactly-once: topics that got more partitions in the last day, which moved keys.",
-            len(self._grown()),
+            len(self.grown()),
         )

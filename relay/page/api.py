@@ -190,13 +190,7 @@ def openapi(views: Sequence[View], base: str) -> dict[str, Any]:
 
 
 def _parameter(name: str, place: str, text: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "in": place,
-        "description": text,
-        "required": place == "path",
-        "schema": {"type": "string"},
-    }
+    return {"name": name, "in": place, "description": text, "required": place == "path", "schema": {"type": "string"}}
 
 
 def _field(text: str) -> dict[str, Any]:

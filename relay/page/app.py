@@ -44,12 +44,7 @@ _WAIT_SECONDS: Final = 1.0
 _VIEWS = (overview, topics, events, dead_letters, relays, consumers, system, audit)
 
 
-def create_page(
-    access: Access,
-    settings: Settings | None = None,
-    *,
-    origins: Collection[str] = (),
-) -> Starlette:
+def create_page(access: Access, settings: Settings | None = None, *, origins: Collection[str] = ()) -> Starlette:
     """Return the operations page.
 
     access     how it knows its users.

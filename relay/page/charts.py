@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -130,9 +131,5 @@ def _round_up(value: float) -> float:
     """Return the next of 1, 2, 5, 10, 20, 50 … so that the scale does not change with each reading."""
     if value <= 0:
         return 1.0
-    power = 1.0
-    while power > value:
-        power /= 10
-    while power * 10 <= value:
-        power *= 10
+    power = 10.0 ** math.floor(math.log10(value))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= value)

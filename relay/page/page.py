@@ -8,7 +8,7 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,6 +254,10 @@ class Page:
         limit = max(_STALE_SECONDS, 3 * self.settings.web.refresh_seconds)
         old = [f"the figures below are {age_text(seconds)} old: no newer ones can be read"] if seconds > limit else []
         return old + overview.problems
+
+    def without_hidden(self, row: Mapping[str, Any], contents: Collection[str]) -> Mapping[str, Any]:
+        """Return a row; if payloads are hidden, without the columns that have ``contents``."""
+        return row if self.shows_payloads else {name: value for name, value in row.items() if name not in contents}
 
     def read(self, reading: Callable[[], Any]) -> tuple[Any, str | None]:
         """Return what ``reading`` returns, or None and the error's text: the rest of a view is still of use."""

@@ -74,7 +74,6 @@ class Sampler:
         self._lock = threading.Condition()
         self._samples: deque[Sample] = deque()
         self._latest: Overview | None = None
-        self._taken_at: dt.datetime | None = None
         # The readings that have begun, that have ended, and the one that is waited for.
         self._begun = self._ended = self._wanted = 0
         self._interest_until = 0.0
@@ -95,7 +94,7 @@ class Sampler:
     def taken(self) -> dt.datetime:
         """Return when the newest overview was read; now, if there is none yet."""
         with self._lock:
-            return self._taken_at or dt.datetime.now(dt.UTC)
+            return dt.datetime.fromtimestamp(self._samples[-1].at if self._samples else time.time(), dt.UTC)
 
     def samples(self, seconds: float) -> Sequence[Sample]:
         begin = time.time() - seconds
@@ -193,7 +192,6 @@ class Sampler:
         )
         with self._lock:
             self._latest = overview
-            self._taken_at = dt.datetime.now(dt.UTC)
             self._ended = self._begun
             self._samples.append(sample)
             while self._samples[0].at < sample.at - _KEPT_SECONDS:

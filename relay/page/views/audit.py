@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,7 +35,7 @@ def routes(page: Page) -> list[View]:
             request,
             "audit.html",
             side=side,
-            rows=rows if page.shows_payloads else [_without_contents(row) for row in rows],
+            rows=[{**row, "details": page.without_hidden(row["details"], _CONTENTS)} for row in rows],
             next=rows[-1]["id"] if len(rows) == _PAGE else None,
         )
 
@@ -49,8 +48,3 @@ def routes(page: Page) -> list[View]:
             shows=({"side": str, "rows": Rows, "next": int | None}, {"side": str, "topics": Sequence[Verified]}),
         )
     ]
-
-
-def _without_contents(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    details = row["details"]
-    return {**row, "details": {name: value for name, value in details.items() if name not in _CONTENTS}}

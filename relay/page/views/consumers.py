@@ -30,14 +30,12 @@ def routes(page: Page) -> list[View]:
         overview = page.sampler.latest()
         calls, unseen = page.read(page.consumers.stuck_calls)
         counts, stuck = calls or ({}, [])
-        if not page.shows_payloads:
-            stuck = [{name: value for name, value in call.items() if name not in _CONTENTS} for call in stuck]
         return page.render(
             request,
             "consumers.html",
             groups=[] if overview is None else overview.groups,
             unseen={} if overview is None else overview.unseen,
-            calls=(counts, stuck),
+            calls=(counts, [page.without_hidden(call, _CONTENTS) for call in stuck]),
             calls_unseen=unseen,
         )
 

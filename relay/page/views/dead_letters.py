@@ -119,9 +119,8 @@ class _RelaySide:
         event_id = event_id_of(request.path_params["id"])
         with self._page.outbox() as connection:
             found = DeadLetters(connection, self._page.schema).show(str(event_id))
-        return self._page.render(
-            request, "dead_letter_relay.html", view="dead letters", letter=_shown(self._page, found)
-        )
+        letter = self._page.without_hidden(found, _CONTENTS)
+        return self._page.render(request, "dead_letter_relay.html", view="dead letters", letter=letter)
 
     def selection(self, form: Form) -> tuple[Selection, str]:
         """Return the events that a form names, and a text for them."""
@@ -195,10 +194,9 @@ class _ConsumerSide:
         )
 
     def show(self, request: Request) -> Response:
-        letter = self._page.consumers.dead_letter(_number(request.path_params["id"]))
-        return self._page.render(
-            request, "dead_letter_consumer.html", view="dead letters", letter=_shown(self._page, letter)
-        )
+        found = self._page.consumers.dead_letter(_number(request.path_params["id"]))
+        letter = self._page.without_hidden(found, _CONTENTS)
+        return self._page.render(request, "dead_letter_consumer.html", view="dead letters", letter=letter)
 
     def selection(self, form: Form) -> tuple[Any, str]:
         """Return the messages that a form names, and a text for them."""
@@ -238,12 +236,6 @@ class _ConsumerSide:
         part = number_of(values["part"])
         chosen = consumer_pages.Filter(values["kind"], values["group"], values["topic"], part, values["cause"])
         return chosen, _given(values)
-
-
-def _shown(page: Page, letter: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a dead letter, without its contents if payloads are hidden."""
-    hidden = frozenset() if page.shows_payloads else _CONTENTS
-    return {name: value for name, value in letter.items() if name not in hidden}
 
 
 def _given(filters: Mapping[str, str | None]) -> dict[str, str]:
