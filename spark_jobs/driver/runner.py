@@ -206,9 +206,6 @@ class Runner:
                 # The next round meets the same error and waits.
                 return
 
-    def _lock_monitor(self) -> LockMonitor:
-        return LockMonitor(self._options.url, self._job.group, self._report)
-
     def _begin(self) -> int:
         """Take the group over, once for the life of this runner."""
         if self._generation is None:
@@ -479,7 +476,7 @@ class Runner:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Report what blocks the group inside the block; close its readers at the end."""
-        with self._lock_monitor():
+        with LockMonitor(self._options.url, self._job.group, self._report):
             try:
                 yield
             finally:

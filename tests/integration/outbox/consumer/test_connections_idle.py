@@ -122,13 +122,14 @@ def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
 # The lock monitor.
 
 
-def test_the_lock_monitor_keeps_a_session_and_replaces_it(url):
+def test_the_lock_monitor_keeps_a_session_and_replaces_it(url, monkeypatch):
+    monkeypatch.setattr(blockers, "CHECK_SECONDS", 0.05)
     group = "Bestellungen für Käufer"
     driver, _ = blockers.names(group)
     name = connections.application_name(f"outbox watch {group}")
     told: list[str] = []
     run(url, "CREATE TABLE numbers (n int)")
-    with LockMonitor(url, group, lambda text, figures: told.append(f"{text} {figures['waiting']}"), check_seconds=0.05):
+    with LockMonitor(url, group, lambda text, figures: told.append(f"{text} {figures['waiting']}")):
         (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
 
         def looks() -> Any:
