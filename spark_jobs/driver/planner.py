@@ -59,18 +59,6 @@ def new_partitions(
     return fresh
 
 
-def waiting_for_others(
-    fresh: Collection[Partition],
-    stored: Mapping[Partition, StoredOffset],
-    ends: Mapping[Partition, Mapping[Partition, int]],
-) -> set[Partition]:
-    """Return the new partitions that must not be read yet: others still have earlier messages of their keys.
-
-    ends  new partition → the ends of the others when it was first seen with messages. They are read up to there first.
-    """
-    return {one for one in fresh if unreached(ends.get(one, {}), stored)}
-
-
 def unreached(ends: Mapping[Partition, int], stored: Mapping[Partition, StoredOffset]) -> bool:
     """Return whether some partition of the group has not been read to its end of ``ends``."""
     return any(one in stored and stored[one].next_offset < end for one, end in ends.items())

@@ -20,7 +20,7 @@ from spark_jobs.driver.planner import (
     new_partitions,
     next_turn,
     plan,
-    waiting_for_others,
+    unreached,
 )
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob, find_job
@@ -202,13 +202,14 @@ def test_jobs_are_found_by_name():
         find_job("json:job")
 
 
-def test_new_partitions_wait_for_the_others_of_their_topic_only():
+def test_ends_are_unreached_while_a_partition_of_the_group_is_before_its_own():
     stored = {("t", 0): StoredOffset("id", 5), ("t", 1): StoredOffset("id", 9), ("u", 0): StoredOffset("id", 3)}
-    fresh = [("t", 2), ("t", 3), ("u", 1), ("new", 0)]
-    ends = {("t", 2): {("t", 0): 6, ("t", 1): 9}, ("t", 3): {("t", 0): 6}, ("u", 1): {("u", 0): 3}}
-    assert waiting_for_others(fresh, stored, ends) == {("t", 2), ("t", 3)}
-    assert waiting_for_others(fresh, stored | {("t", 0): StoredOffset("id", 6)}, ends) == set()
-    assert waiting_for_others(fresh, {}, ends) == set()
+    ends = {("t", 0): 6, ("t", 1): 9}
+    assert unreached(ends, stored)
+    assert not unreached({("u", 0): 3}, stored)
+    assert not unreached({}, stored)
+    assert not unreached(ends, stored | {("t", 0): StoredOffset("id", 6)})
+    assert not unreached(ends, {})
 
 
 def test_partitions_are_read_to_the_lowest_ends_that_not_all_have_reached():
