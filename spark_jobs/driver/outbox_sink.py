@@ -115,7 +115,6 @@ class Staged(WriterCommitMessage):
     table: str
     name: str
     rows: int
-    size: int
     broken: str
     query_id: str | None
     run_id: str | None
@@ -157,7 +156,7 @@ class OutboxWriter(DataSourceStreamArrowWriter):
             broken = f"a row can't be staged: {error if isinstance(error, Unfit) else shown(error)}"
         task = TaskContext.get()
         query, run = (None if task is None else task.getLocalProperty(key) for key in (QUERY_ID, _RUN))
-        return Staged(plan.table, name, feed.rows, feed.size, broken, query, run)
+        return Staged(plan.table, name, feed.rows, broken, query, run)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
         """Apply a batch, unless it was applied before. Raises the error that ends the query."""
@@ -231,12 +230,8 @@ def _apply(group: StreamGroup, batch: Batch, plan: staging.StagePlan, staged: li
     if broken := [one.broken for one in staged if one.broken]:
         raise EffectFailed(f"batch {batch.batch_id}: {broken[0]}")
     there = [one for one in staged if one.rows]
-    rows = StagedRows(
-        sql.Identifier(plan.schema, staged[0].table),
-        [one.name for one in there],
-        sum(one.rows for one in there),
-        sum(one.size for one in there),
-    )
+    table = sql.Identifier(plan.schema, staged[0].table)
+    rows = StagedRows(table, [one.name for one in there], sum(one.rows for one in there))
     generation = _generation(group)
     group.maintain_days()
     effect = group.effect(plan.columns)

@@ -134,20 +134,17 @@ class Runner:
         self._caught_up = caught_up or (lambda _: None)
         self._behind = behind or (lambda *_: None)
 
-    def close(self) -> None:
-        """Close the driver's session; called at the end of the ``with`` block."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the driver's session."""
         self._ended = time.monotonic()
         if self._generation is not None:
             # Only a hint: without it the next driver is more careful. A run that has given up does not wait for this.
             with suppress(psycopg.Error, NoTimeLeft), self._patience.attempt():
                 self._store.end(self._generation)
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def totals(self) -> Totals:
