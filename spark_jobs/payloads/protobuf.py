@@ -18,10 +18,8 @@ from pyspark.sql import types as t
 from outbox.consumer.errors import JobError
 from spark_jobs.payloads.decoding import struct_of, within
 from spark_jobs.payloads.framing import unframe
-from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
+from spark_jobs.payloads.reading import Convert, Policy, Problem, Reader, Wrong, unchanged
 from spark_jobs.payloads.registry import Client, Registry, Schema, remembering
-
-Convert = Callable[[Any], Any]
 
 # By FieldDescriptor.CPPTYPE_*: int32, int64, uint32, uint64, double, float, bool, enum, string.
 _PLAIN: Final[Mapping[int, t.DataType]] = {
@@ -256,12 +254,8 @@ def _value(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tu
     if field.cpp_type == _UINT64:
         return _PLAIN[_UINT64], Decimal
     if field.type == _BYTES:
-        return t.BinaryType(), _same
-    return _PLAIN[field.cpp_type], _same
-
-
-def _same(value: Any) -> Any:
-    return value
+        return t.BinaryType(), unchanged
+    return _PLAIN[field.cpp_type], unchanged
 
 
 def _enum(path: str, names: Mapping[int, str]) -> Convert:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Reader = Callable[[bytes, bytes | None], Sequence[Any]]
 """From a payload and the value of its header ``__value_schema_id`` to the columns' values. Raises Problem."""
+Convert = Callable[[Any], Any]
+"""From a parsed value to one for Arrow. Raises Wrong, and Problem for fields inside."""
 
 
 @runtime_checkable
@@ -53,6 +55,10 @@ class Policy:
             allowed = get_args(kind)
             if getattr(self, name) not in allowed:
                 raise JobError(f"{name}: must be {allowed[0]!r} or {allowed[1]!r}, not {getattr(self, name)!r}")
+
+
+def unchanged(value: Any) -> Any:
+    return value
 
 
 def shown(name: str) -> str:
