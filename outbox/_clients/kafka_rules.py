@@ -98,6 +98,19 @@ def is_refusal(error: KafkaError) -> bool:
     }
 
 
+def is_end(error: KafkaError) -> bool:
+    """Return whether an error event is only the end of a partition. Raises KafkaException if it is an error.
+
+    Returns False if rights on the group are missing: a reader with assigned partitions and offsets needs none, but
+    librdkafka looks up the group's coordinator anyway, reports the refusal, and reads on.
+    """
+    if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+        return True
+    if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
+        raise KafkaException(error)
+    return False
+
+
 def is_silence(error: KafkaError) -> bool:
     """Return whether a request was not answered in time. Its client may never be answered: see ``KafkaAdmin``."""
     return error.code() == KafkaError._TIMED_OUT  # noqa: SLF001

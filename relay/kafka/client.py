@@ -54,19 +54,6 @@ def text_of(error: KafkaException) -> str:
     return inner.str() if isinstance(inner, KafkaError) else str(error)
 
 
-def is_end(error: KafkaError) -> bool:
-    """Return whether an error event is only the end of a partition. Raises KafkaException if it is an error.
-
-    Returns False if rights on the group are missing: a reader with assigned partitions and offsets needs none, but
-    librdkafka looks up the group's coordinator anyway, reports the refusal, and reads on.
-    """
-    if error.code() == KafkaError._PARTITION_EOF:
-        return True
-    if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
-        raise KafkaException(error)
-    return False
-
-
 @contextmanager
 def unavailable_on_kafka_error(doing: str) -> Iterator[None]:
     """Turn an error of librdkafka or the broker into BrokerUnavailable."""

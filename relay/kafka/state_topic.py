@@ -32,13 +32,13 @@ from confluent_kafka.admin import ConfigResource, NewPartitions  # type: ignore[
 from confluent_kafka.cimpl import NewTopic
 
 from outbox._clients.kafka_client import Admin, silent_logger
+from outbox._clients.kafka_rules import is_end
 from outbox.errors import ConfigurationError
 from relay.core.marker import Marker, StateLost
 from relay.core.ports import BrokerUnavailable, UndecidedTransaction
 from relay.kafka.client import (
     accepted_before,
     create_topic,
-    is_end,
     partitions_text,
     reader_options,
     text_of,

@@ -11,9 +11,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 from confluent_kafka import Consumer, KafkaError, Message, TopicPartition
 
 from outbox._clients.kafka_client import silent_logger
+from outbox._clients.kafka_rules import is_end
 from outbox.event import CE_ID, CE_SOURCE, CE_TIME, DEAD_LETTER, REPLAY
 from relay.core.ports import Unavailable
-from relay.kafka.client import headers_of, is_end, reader_options, unavailable_on_kafka_error
+from relay.kafka.client import headers_of, reader_options, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
 _SECONDS: Final = 30.0

@@ -30,11 +30,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.callbacks import weak_callback
 from outbox._clients.kafka import ConnectionErrors, complete
 from outbox._clients.kafka_client import silent_logger
-from outbox._clients.kafka_rules import is_refusal
+from outbox._clients.kafka_rules import is_end, is_refusal
 from outbox.consumer import patience
 from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.kafka_errors import of_kafka
@@ -44,8 +45,6 @@ from spark_jobs.errors import InputCut
 from spark_jobs.task.input import TaskInput
 
 if TYPE_CHECKING:
-    from confluent_kafka import Consumer, KafkaError, Message
-
     from spark_jobs.task.incoming import Messages
 
 PATIENCE_SECONDS: Final = 30.0
@@ -161,8 +160,6 @@ class RangeReader:
     """
 
     def __init__(self, settings: ReaderSettings) -> None:
-        from confluent_kafka import Consumer, KafkaException
-
         self.patience_seconds = settings.patience_seconds
         self._heard = 0.0
         self._fetched: dict[tuple[str, str], int] = {}
@@ -170,7 +167,7 @@ class RangeReader:
         self._connections = ConnectionErrors()
         self.broken = False
         try:
-            self._consumer: Consumer = Consumer(
+            self._consumer = Consumer(
                 {
                     **complete(settings.librdkafka()),
                     "stats_cb": weak_callback(self._progress),
@@ -235,8 +232,6 @@ class RangeReader:
 
     def _read(self, spans: Mapping[Partition, _RangeProgress]) -> Iterator[tuple[dict[Partition, Messages], int]]:
         """Read until all ranges are complete. Yields new messages by partition, and their bytes."""
-        from confluent_kafka import KafkaException, TopicPartition
-
         unread = {partition: span for partition, span in spans.items() if not span.whole}
         if not unread:
             return
@@ -316,25 +311,10 @@ class RangeReader:
             error = message.error()
             if error is None and partition in spans:
                 taken[partition] += spans[partition].take([message])
-            elif error is not None and _is_end(error) and partition in spans:
+            elif error is not None and is_end(error) and partition in spans:
                 # Its offset is that of the next message.
                 spans[partition].reach(message.offset() or 0)
         return taken
-
-
-def _is_end(error: KafkaError) -> bool:
-    """Return whether this is the end of a partition. Raises KafkaException for an error.
-
-    A refusal of the group is ignored: a reader that assigns its own partitions and offsets needs no right on a group,
-    but librdkafka asks for the group's coordinator anyway, reports the refusal, and continues reading.
-    """
-    from confluent_kafka import KafkaError, KafkaException
-
-    if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  a documented name, in spite of the underscore
-        return True
-    if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
-        raise KafkaException(error)
-    return False
 
 
 def _shown(spans: Mapping[Partition, _RangeProgress]) -> str:
