@@ -177,20 +177,17 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         batch = planned_in(checkpoint, batch_id, staged[0].run_id or "")
         _require_query(batch, staged, checkpoint)
         group = _group(tuple(self.options.items()), f"query {batch.query_id}, run {batch.run_id}")
-        lost: list[StagedRowsLost] = []
-        applied = False
 
-        def attempt() -> None:
-            nonlocal applied
+        def attempt() -> bool | StagedRowsLost:
             try:
-                applied = _apply(group, batch, self.plan, staged)
+                return _apply(group, batch, self.plan, staged)
             except StagedRowsLost as error:
                 # Another attempt here would not find them either: Spark has to run the tasks again.
-                lost.append(error)
+                return error
 
-        group.until_servers_answer(batch, attempt)
-        if lost:
-            raise lost[0]
+        applied = group.until_servers_answer(batch, attempt)
+        if isinstance(applied, StagedRowsLost):
+            raise applied
         if applied:
             # Also the tables of attempts that died: no other task's rows are needed.
             staging.drop_shared(group.store)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, LiteralString
+from typing import TYPE_CHECKING, Any, Final, LiteralString, TypeVar
 
 import psycopg
 
@@ -35,6 +35,8 @@ from spark_jobs.task.input import NO_INPUT
 
 if TYPE_CHECKING:
     from spark_jobs.job import PythonEffect
+
+T = TypeVar("T")
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -175,23 +177,23 @@ class StreamGroup:
                 applying.apply()
         return True
 
-    def until_servers_answer(self, batch: Batch, attempt: Callable[[], None]) -> None:
-        """Repeat an attempt at a batch while servers are away, and report what blocks it.
+    def until_servers_answer(self, batch: Batch, attempt: Callable[[], T]) -> T | None:
+        """Return what an attempt at a batch returns, repeating it while servers are away; report what blocks it.
 
         If the COMMIT of an attempt has succeeded without an answer, the next attempt finds that. Raises
         ConsumerUnavailable when no patience is left, and EffectFailed for database errors that will not pass.
         """
 
-        def attempted() -> None:
+        def attempted() -> T:
             try:
-                attempt()
+                return attempt()
             except psycopg.Error as error:
                 if passing(error):
                     raise
                 raise EffectFailed(f"batch {batch.batch_id}: {shown(error)}") from error
 
         with LockMonitor(self.options.url, self.job.group, report):
-            wait_for_servers(attempted, Patience(self.options.patience), report, then="start the query again")
+            return wait_for_servers(attempted, Patience(self.options.patience), report, then="start the query again")
 
     def _swap(self, cursor: psycopg.Cursor[Any], stored: Stored | None, batch: Batch) -> bool:
         """Move the sink from ``stored`` to the batch. Returns False if the sink no longer has ``stored``."""
