@@ -138,7 +138,6 @@ class Runner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the driver's session."""
         self._ended = time.monotonic()
         if self._generation is not None:
             # Only a hint: without it the next driver is more careful. A run that has given up does not wait for this.

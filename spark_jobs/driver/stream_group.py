@@ -129,7 +129,6 @@ class StreamGroup:
         return self._sinks.effect(columns, "stream")
 
     def stored(self) -> Stored | None:
-        """Return the batch that the sink has."""
         with clear_errors("reading how far the stream is"), self.store.transaction() as connection:
             return self._read_stored(connection.cursor())
 

@@ -44,7 +44,6 @@ class Decoder(Protocol):
 
         A field of type VARIANT is read as its JSON text, which Spark then parses.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)

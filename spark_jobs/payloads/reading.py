@@ -24,11 +24,9 @@ class ManyReader(Protocol):
 
     def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
         """Read one payload; see Reader."""
-        ...
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]] | None:
         """Return the columns, and the numbers of the rows that must be read one by one; None if all must."""
-        ...
 
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")

@@ -265,12 +265,10 @@ class PostgresGroupStore:
     def direct(
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
     ) -> DirectCopy | None:
-        """Return the target of a direct copy, if there is one; see direct_copy.direct_for."""
         with self.transaction(pinned=False) as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
     def column_types(self, table: str) -> dict[str, ColumnType]:
-        """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
         with self.transaction(pinned=False) as connection:
             return column_types(connection.cursor(), table)
 

@@ -206,7 +206,6 @@ def _values(headers: _Named, name: str, otherwise: str | None = None) -> pa.Arra
 
 
 def _traces(headers: _Named) -> dict[str, pa.Array]:
-    """Return each message's trace of the last hop, or else that of the writer. Invalid values become null."""
     traces = [_trace_of(named) or (None, None) for named in headers]
     return {
         TRACEPARENT: pa.array([parent for parent, _ in traces], pa.string()),
