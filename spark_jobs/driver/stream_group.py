@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, LiteralString, TypeVar
 
 import psycopg
+from psycopg import sql
 
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError, shown
 from outbox.consumer.patience import Patience
 from outbox.consumer.postgres_errors import clear_errors, passing
 from outbox.consumer.statements import statement
 from outbox.errors import OutboxError
-from spark_jobs.dedup.strategies import REMEMBER_FRESH, Dedup, DedupStore, forgotten_before
+from spark_jobs.dedup.strategies import REMEMBER_FRESH, Dedup, DedupStore, forgotten_before, keep_first
 from spark_jobs.driver.checkpoints import Batch, Decision, Stored, decide
 from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.driver.staged_rows import StagedRows
@@ -60,11 +61,6 @@ _ACCEPTED: Final = """
 INSERT INTO {audit} (what, details) VALUES ('checkpoint accepted', pg_catalog.jsonb_build_object('group', %(grp)s::text,
     'instead of', %(state)s::text, 'query', %(query_id)s::text, 'batch', %(batch_id)s::bigint))"""
 _WITHOUT_ID: Final = "SELECT EXISTS (SELECT FROM batch WHERE message_id IS NULL)"
-_FIRST: Final = """
-DELETE FROM batch USING (
-    SELECT ctid AS place, pg_catalog.row_number() OVER (PARTITION BY message_id ORDER BY ctid) AS number
-      FROM batch) AS numbered
- WHERE numbered.place = batch.ctid AND numbered.number > 1"""
 _FORGOTTEN: Final = """
 SELECT message_id FROM batch, {groups} AS groups
  WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01' LIMIT 1"""
@@ -216,7 +212,7 @@ class StreamGroup:
         """Leave in ``batch`` only rows whose ids were never applied."""
         if cursor.execute(_WITHOUT_ID).fetchone() == (True,):
             raise EffectError("a row's message_id is NULL: each row needs one, or leave the column out")
-        cursor.execute(_FIRST)
+        cursor.execute(keep_first(sql.SQL("message_id"), sql.SQL("ctid")))
         self._dedup.run(cursor, REMEMBER_FRESH)
         if forgotten_before(cursor, self._dedup) is not None and (
             old := self._dedup.run(cursor, _FORGOTTEN).fetchone()
