@@ -368,7 +368,7 @@ Strategy = Dedup | Natural | Version | Fingerprint | OffsetsOnly
 
 @dataclass(frozen=True, slots=True)
 class DedupStore:
-    """The tables in which a group's ids are remembered."""
+    """The group's rows in the consumers' tables, such as the ids that are remembered."""
 
     schema: str
     group: str

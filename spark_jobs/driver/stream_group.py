@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, LiteralString, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -19,7 +19,6 @@ from psycopg import sql
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError, shown
 from outbox.consumer.patience import Patience
 from outbox.consumer.postgres_errors import clear_errors, passing
-from outbox.consumer.statements import statement
 from outbox.errors import OutboxError
 from spark_jobs.dedup.strategies import REMEMBER_FRESH, Dedup, DedupStore, forgotten_before, keep_first
 from spark_jobs.driver.checkpoints import Batch, Decision, Stored, decide
@@ -156,7 +155,7 @@ class StreamGroup:
                 cursor.connection.rollback()
                 return False
             if decision == "accepted":
-                self._run(
+                self._dedup.run(
                     cursor, _ACCEPTED, state=self.options.accept, query_id=batch.query_id, batch_id=batch.batch_id
                 )
             if not self._swap(cursor, stored, batch):
@@ -167,7 +166,7 @@ class StreamGroup:
             if ids:
                 self._drop_repeats(cursor)
             fresh = applying.count() if ids else staged.rows
-            self._run(cursor, _COUNT, applied=fresh, duplicates=staged.rows - fresh)
+            self._dedup.run(cursor, _COUNT, applied=fresh, duplicates=staged.rows - fresh)
             if fresh:
                 applying.apply()
         return True
@@ -192,7 +191,7 @@ class StreamGroup:
 
     def _swap(self, cursor: psycopg.Cursor[Any], stored: Stored | None, batch: Batch) -> bool:
         """Move the sink from ``stored`` to the batch. Returns False if the sink no longer has ``stored``."""
-        moved = self._run(
+        moved = self._dedup.run(
             cursor,
             _SWAP,
             query_id=batch.query_id,
@@ -205,7 +204,7 @@ class StreamGroup:
         return moved.rowcount == 1
 
     def _read_stored(self, cursor: psycopg.Cursor[Any]) -> Stored | None:
-        row = self._run(cursor, _STORED).fetchone()
+        row = self._dedup.run(cursor, _STORED).fetchone()
         return None if row is None else Stored(*row)
 
     def _drop_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
@@ -220,9 +219,6 @@ class StreamGroup:
             raise EffectError(
                 f"message_id {old[0]} is of a day that is forgotten (keep_days): it may have been applied before"
             )
-
-    def _run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
-        return cursor.execute(statement(self.options.schema, query), {"grp": self.job.group, **values})
 
 
 @contextmanager
