@@ -95,7 +95,7 @@ def plan(
     stored: Mapping[Partition, StoredOffset],
     bounds: Mapping[Partition, OffsetBounds],
     topic_ids: Mapping[str, str],
-    max_records: int | None = None,
+    max_records: int,
     group: str = "GROUP",
     *,
     turn: Sequence[Partition] = (),
@@ -109,7 +109,7 @@ def plan(
     turn         the partitions in the order in which they were last read, the longest ago first; see next_turn.
                  Partitions that are not in it come before them.
     max_bytes    how many bytes in all, where ``row_bytes`` has the average size of a topic's messages. At least one
-                 message is read, however large. Only together with ``max_records``.
+                 message is read, however large.
 
     Raises TopicRecreated or DataLost when the stored offsets do not fit what Kafka has; ``group`` is for their text.
     """
@@ -119,8 +119,6 @@ def plan(
         for partition, here in sorted(stored.items())
         if partition in bounds and bounds[partition].end > here.next_offset
     }
-    if max_records is None:
-        return waiting
     weights = dict.fromkeys((topic for topic, _ in waiting), _UNIT)
     if max_bytes is not None:
         for topic, average in (row_bytes or {}).items():
