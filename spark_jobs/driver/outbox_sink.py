@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import psycopg
+import pyarrow as pa
 from psycopg import sql
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamArrowWriter, WriterCommitMessage
@@ -59,7 +60,6 @@ from spark_jobs.task.feed import Feed
 from spark_jobs.task.input import NO_INPUT
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
@@ -208,8 +208,6 @@ class OutboxWriter(DataSourceStreamArrowWriter):
 
     def _formed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the columns of ``batch`` in the form that COPY accepts, whatever the session's settings are."""
-        import pyarrow as pa
-
         columns = []
         for field in self.form:
             column = batch.column(field.name).cast(field.type)
