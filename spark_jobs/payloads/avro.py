@@ -11,6 +11,9 @@ from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any, Final
 
+from fastavro import parse_schema, schemaless_reader
+from fastavro.read import LOGICAL_READERS
+from fastavro.schema import SchemaParseException
 from pyspark.sql import types as t
 
 from outbox.consumer.errors import JobError
@@ -119,8 +122,6 @@ class _Resolved:
                 raise Problem(f"field {path}: is missing in the schema it was written with")
 
     def read(self, payload: bytes) -> Any:
-        from fastavro import schemaless_reader
-
         source = io.BytesIO(payload)
         try:
             if self._weightless or (self._endless and len(payload) > _SHALLOW):
@@ -143,10 +144,6 @@ class _Resolved:
 
 def _parsed(schema: Schema) -> Any:
     """Parse a schema with its references. Raises JobError."""
-    from fastavro import parse_schema
-    from fastavro.read import LOGICAL_READERS
-    from fastavro.schema import SchemaParseException
-
     for carrier in ("bytes", "fixed"):
         LOGICAL_READERS[f"{carrier}-{_EXACT}"] = _exact
     named: dict[str, Any] = {}
