@@ -169,6 +169,7 @@ class _Remembering(_Base):
                 # There are repeats. The savepoint has removed the ids; find the repeats in the slower way.
                 pass
         cursor.execute("ANALYZE batch")
+        # Of messages with one id the one with the lowest offset counts, with all rows that were made of it.
         cursor.execute(keep_first(sql.SQL("message_id"), _EARLIEST))
         dedup.run(cursor, REMEMBER_FRESH)
 
