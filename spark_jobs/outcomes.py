@@ -56,7 +56,7 @@ class EffectError(Exception):
 
 
 class CopyError(Exception):
-    """Ends the transaction: a value does not fit its column. The next attempt copies text, to find out which."""
+    """Ends the transaction: a value does not fit its column. The next attempt finds out which."""
 
 
 class FallbackToBatch(Exception):

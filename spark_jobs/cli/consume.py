@@ -79,7 +79,6 @@ def _run(
     master: str | None,
     show: Report,
 ) -> Totals:
-    """Run the job. Returns its figures."""
     from spark_jobs.spark.installed import require_installed
 
     require_installed()

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from outbox._app.console import AsJson, SinkUrl, print_json, printable, say, table_console
+from outbox._app.console import AsJson, SinkUrl, print_json, printable, say, table_console, text_table
 from outbox._app.settings import load
+from outbox._app.text import time_text
 
 app = typer.Typer(help="The progress of consumer groups.", no_args_is_help=True)
 
@@ -35,25 +36,20 @@ def groups(
 
 
 def _show_groups(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(
-        "group", "partition", "next", "log end", "lag", "applied", "duplicates", "dead letters", "last progress"
-    )
+    heads = ("group", "partition", "next", "log end", "lag", "applied", "duplicates", "dead letters", "last progress")
+    table = text_table(heads, map(_cells, rows))
     for column in table.columns[2:8]:
         column.justify = "right"
-    for row in rows:
-        place = "-" if row["topic"] is None else f"{row['topic']}-{row['part']}"
-        counts = [row[name] for name in ("next_offset", "log_end", "lag", "applied", "duplicates")]
-        dead = f"{row['dead_letters']:,}" + (f" + {row['retrying']:,} to retry" if row["retrying"] else "")
-        moved = "-" if row["updated_at"] is None else f"{row['updated_at']:%Y-%m-%d %H:%M:%S %Z}"
-        shown = ["-" if count is None else f"{count:,}" for count in counts]
-        table.add_row(*(Text(printable(cell)) for cell in (row["grp"], place, *shown, dead, moved)))
     console = table_console()
     console.print(table)
     for row in {row["grp"]: row for row in rows}.values():
-        taken = (
-            f"generation {row['generation']}, taken over by {row['owner']} at {row['taken_at']:%Y-%m-%d %H:%M:%S %Z}"
-        )
+        taken = f"generation {row['generation']}, taken over by {row['owner']} at {time_text(row['taken_at'])}"
         console.print(printable(f"{row['grp']}: {taken}"), markup=False)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    place = "-" if row["topic"] is None else f"{row['topic']}-{row['part']}"
+    counts = [row[name] for name in ("next_offset", "log_end", "lag", "applied", "duplicates")]
+    dead = f"{row['dead_letters']:,}" + (f" + {row['retrying']:,} to retry" if row["retrying"] else "")
+    shown = ["-" if count is None else f"{count:,}" for count in counts]
+    return [row["grp"], place, *shown, dead, time_text(row["updated_at"])]

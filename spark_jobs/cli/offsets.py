@@ -19,9 +19,10 @@ from outbox._app.console import (
     require_reason,
     say,
     table_console,
+    text_table,
 )
 from outbox._app.settings import client_options, load
-from outbox._app.text import as_utc
+from outbox._app.text import as_utc, time_text
 from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -206,16 +207,12 @@ def _line(one: Move) -> str:
 
 
 def _show(group: Group) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("partition", "next", "lag", "uncommitted", "first", "end", "high watermark", "last progress", "")
+    heads = ("partition", "next", "lag", "uncommitted", "first", "end", "high watermark", "last progress", "")
+    table = text_table(heads, map(_cells, group.positions))
     for column in table.columns[1:7]:
         column.justify = "right"
-    for one in group.positions:
-        table.add_row(*(Text(printable(cell)) for cell in _cells(one)))
     console = table_console()
-    taken = f"generation {group.generation}, taken over by {group.owner} at {_time(group.taken_at)}"
+    taken = f"generation {group.generation}, taken over by {group.owner} at {time_text(group.taken_at)}"
     console.print(printable(f"{group.group}: {taken}"), markup=False, highlight=False)
     if group.forgotten_before is not None:
         console.print(f"ids of days before {group.forgotten_before} are no longer all remembered", highlight=False)
@@ -223,7 +220,7 @@ def _show(group: Group) -> None:
         console.print(table)
     for loss in group.losses:
         number = loss["id"] or "not recorded yet"
-        found = f"loss {number}, {loss['kind']}, found at {_time(loss['found_at'])}: {loss['detail']}"
+        found = f"loss {number}, {loss['kind']}, found at {time_text(loss['found_at'])}: {loss['detail']}"
         console.print(printable(found), markup=False, highlight=False)
     if (more := (group.open_losses or 0) - len(group.losses)) > 0:
         console.print(f"and {more:,} losses more; consumer.losses has all", markup=False, highlight=False)
@@ -234,14 +231,10 @@ def _show(group: Group) -> None:
 
 def _cells(one: PartitionOffsets) -> list[str]:
     counts = [one.next_offset, one.lag, one.uncommitted, one.first, one.end, one.high_watermark]
-    moved = "not read yet" if one.updated_at is None else _time(one.updated_at)
+    moved = "not read yet" if one.updated_at is None else time_text(one.updated_at)
     return [
         f"{one.topic}-{one.part}",
         *("-" if count is None else f"{count:,}" for count in counts),
         moved,
         one.trouble or "",
     ]
-
-
-def _time(time: dt.datetime) -> str:
-    return f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -12,7 +12,8 @@ from psycopg import sql
 
 from spark_jobs import ids as identity
 from spark_jobs.ids import Ids
-from spark_jobs.postgres.copying import HEAD, POSTGRES_DAY, TAIL, Unfit
+from spark_jobs.postgres.copying import HEAD, TAIL, Unfit
+from spark_jobs.postgres.encoding import POSTGRES_DAY
 
 if TYPE_CHECKING:
     from spark_jobs.dedup.strategies import DedupStore

@@ -41,12 +41,10 @@ INSERT INTO {processed_messages} (grp, day, message_id)
 SELECT %(grp)s, {day}, message_id FROM pg_catalog.unnest(%(ids)s::uuid[]) AS given (message_id)
  ORDER BY {day}, message_id"""
 """SQL: the same with ids that are not in ``batch``."""
-# If messages in one batch have the same id, the one with the lowest offset counts, with all rows that were made of it.
-# Not a join: with one id for all that would be of each row with each other.
-_DROP_REPEATS: Final = """
+# Not a join: with one key for all that would be of each row with each other.
+_KEEP_FIRST: Final = """
 DELETE FROM batch USING (
-    SELECT ctid AS place, pg_catalog.rank() OVER (
-               PARTITION BY message_id ORDER BY message_topic, message_part, message_offset) AS rank
+    SELECT ctid AS place, pg_catalog.rank() OVER (PARTITION BY {key} ORDER BY {order}) AS rank
       FROM batch) AS ranked
  WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
 REMEMBER_FRESH: Final = """
@@ -70,14 +68,8 @@ DELETE FROM batch USING (
  WHERE ended.message_key = batch.message_key
    AND (batch.message_topic, batch.message_part, batch.message_offset)
      < (ended.message_topic, ended.message_part, ended.message_offset)"""
-# A tombstone has no payload and so no key columns, only Kafka's key. Rows of one message have the same rank: none of
-# them is newer, so all are kept.
-_KEEP_NEWEST: Final = """
-DELETE FROM batch USING (
-    SELECT ctid AS place, pg_catalog.rank() OVER (
-               PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END ORDER BY {order}) AS rank
-      FROM batch) AS ranked
- WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
+# A tombstone has no payload and so no key columns, only Kafka's key.
+_OF_KEY: Final = "{key}, CASE WHEN message_tombstone THEN message_key END"
 _DROP_OLD: Final = """
 DELETE FROM batch USING {table} AS stored
  WHERE {same} AND stored.{stored} {at_least} batch.{version}{living}"""
@@ -129,7 +121,8 @@ WHOLE_TIMES: Final = {
 }
 """Options for Spark's to_json, which by default writes milliseconds, so that different times could become equal."""
 
-_LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
+_EARLIEST: Final = sql.SQL("message_topic, message_part, message_offset")
+_LATEST: Final = sql.SQL("message_topic DESC, message_part DESC, message_offset DESC")
 
 
 Known = Sequence["Ids"] | None
@@ -176,7 +169,8 @@ class _Remembering(_Base):
                 # There are repeats. The savepoint has removed the ids; find the repeats in the slower way.
                 pass
         cursor.execute("ANALYZE batch")
-        cursor.execute(_DROP_REPEATS)
+        # Of messages with one id the one with the lowest offset counts, with all rows that were made of it.
+        cursor.execute(keep_first(sql.SQL("message_id"), _EARLIEST))
         dedup.run(cursor, REMEMBER_FRESH)
 
     def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:
@@ -229,7 +223,7 @@ class Natural(_Base):
     def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
         """Leave in ``batch`` the last message of each key, with all of its rows."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
-        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
+        cursor.execute(keep_first(sql.SQL(_OF_KEY).format(key=keys), _LATEST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +261,11 @@ class Version(_Base):
         # Cast to the table's types, so that 9 is less than 10 and the table's index is used.
         casts = {here: types[there].cast(here) for here, there in pairs.items()}
         version = types[stored].cast(self.version)
-        order = version + sql.SQL(" DESC, " + _LATEST)
+        order = version + sql.SQL(" DESC, ") + _LATEST
         keys = sql.SQL(", ").join(casts.values())
         if self.tombstones:
             cursor.execute(_DROP_ENDED)
-        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order))
+        cursor.execute(keep_first(sql.SQL(_OF_KEY).format(key=keys), order))
         same = sql.SQL(" AND ").join(
             sql.SQL("stored.{} {} batch.").format(sql.Identifier(there), types[there].operator("=")) + casts[here]
             for here, there in pairs.items()
@@ -375,7 +369,7 @@ Strategy = Dedup | Natural | Version | Fingerprint | OffsetsOnly
 
 @dataclass(frozen=True, slots=True)
 class DedupStore:
-    """The tables in which a group's ids are remembered."""
+    """The group's rows in the consumers' tables, such as the ids that are remembered."""
 
     schema: str
     group: str
@@ -407,6 +401,11 @@ def _uuid(head: Column, version: int, rest: Column) -> Column:
         F.lit("-"),
         F.substring(rest, 7, 12),
     )
+
+
+def keep_first(key: sql.Composable, order: sql.Composable) -> sql.Composed:
+    """Return the statement that leaves in ``batch`` the first row of each key; of one message, all that are first."""
+    return sql.SQL(_KEEP_FIRST).format(key=key, order=order)
 
 
 def identifier(name: str) -> sql.Identifier:

@@ -28,7 +28,7 @@ from collections.abc import Set as AbstractSet
 from outbox.consumer.kafka_admin import KafkaAdmin, of_known_topics
 from outbox.consumer.model import OffsetBounds, Partition, StoredOffset
 from spark_jobs.driver.options import Report
-from spark_jobs.driver.planner import common_limits, unreached, waiting_for_others
+from spark_jobs.driver.planner import common_limits, unreached
 from spark_jobs.postgres.group_store import AddedEnds, PostgresGroupStore
 
 
@@ -45,12 +45,8 @@ class AddedPartitions:
         self._report = report
         self._noted: dict[Partition, AddedEnds] = {}
         self._last_seen: Mapping[Partition, int] = {}
-        self._waiting: set[Partition] = set()
-
-    @property
-    def waiting(self) -> AbstractSet[Partition]:
-        """Return the partitions whose messages wait for others: added ones, and those that are at their limits."""
-        return self._waiting
+        self.waiting: AbstractSet[Partition] = frozenset()
+        """The partitions whose messages wait for others: added ones, and those that are at their limits."""
 
     def ready(
         self,
@@ -81,15 +77,16 @@ class AddedPartitions:
             for one in limits.keys() & stored.keys() & bounds.keys()
             if limits[one] <= stored[one].next_offset < bounds[one].end
         }
-        waiting = waiting_for_others(candidates, stored, {one: there.ends for one, there in noted.items()})
+        # Others still have earlier messages of their keys, from before these partitions were seen with messages.
+        waiting = {one for one in candidates if one in noted and unreached(noted[one].ends, stored)}
         waiting |= {one for one in added if bounds[one].end > 0 and not (one in noted and noted[one].ends)}
-        if (waiting | held) - self._waiting:
+        if (waiting | held) - self.waiting:
             shown = sorted(f"{topic}-{part}" for topic, part in waiting | held)
             self._report(
                 "partitions wait until the others have been read to where they ended when their topic got more",
                 {"partitions": shown},
             )
-        self._waiting = waiting | held
+        self.waiting = waiting | held
         # Including partitions that have no leader now.
         self._last_seen = {**self._last_seen, **{one: there.end for one, there in bounds.items()}}
         return [partition for partition in candidates if partition not in waiting], limits

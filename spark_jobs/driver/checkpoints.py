@@ -93,7 +93,6 @@ class Batch:
     before: str | None
 
     def contents_after(self, stored: Stored | None) -> str:
-        """Return what the sink is to keep."""
         before = [] if stored is None else stored.before(self)
         return " ".join([self.content, *before][:KEPT])
 

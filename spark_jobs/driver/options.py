@@ -32,7 +32,7 @@ class Options:
     url: str = field(repr=False)
     kafka: Mapping[str, str] = field(repr=False)
     schema: str = "consumer"
-    max_records: int | None = 200_000
+    max_records: int = 200_000
     max_bytes: int = 512 * 1024 * 1024
     patience: float = 60.0
     max_backoff_seconds: float = 5.0

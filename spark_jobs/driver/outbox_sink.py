@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import psycopg
+import pyarrow as pa
 from psycopg import sql
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSource, DataSourceStreamArrowWriter, WriterCommitMessage
@@ -59,7 +60,6 @@ from spark_jobs.task.feed import Feed
 from spark_jobs.task.input import NO_INPUT
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
@@ -115,7 +115,6 @@ class Staged(WriterCommitMessage):
     table: str
     name: str
     rows: int
-    size: int
     broken: str
     query_id: str | None
     run_id: str | None
@@ -157,7 +156,7 @@ class OutboxWriter(DataSourceStreamArrowWriter):
             broken = f"a row can't be staged: {error if isinstance(error, Unfit) else shown(error)}"
         task = TaskContext.get()
         query, run = (None if task is None else task.getLocalProperty(key) for key in (QUERY_ID, _RUN))
-        return Staged(plan.table, name, feed.rows, feed.size, broken, query, run)
+        return Staged(plan.table, name, feed.rows, broken, query, run)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
         """Apply a batch, unless it was applied before. Raises the error that ends the query."""
@@ -178,20 +177,17 @@ class OutboxWriter(DataSourceStreamArrowWriter):
         batch = planned_in(checkpoint, batch_id, staged[0].run_id or "")
         _require_query(batch, staged, checkpoint)
         group = _group(tuple(self.options.items()), f"query {batch.query_id}, run {batch.run_id}")
-        lost: list[StagedRowsLost] = []
-        applied = False
 
-        def attempt() -> None:
-            nonlocal applied
+        def attempt() -> bool | StagedRowsLost:
             try:
-                applied = _apply(group, batch, self.plan, staged)
+                return _apply(group, batch, self.plan, staged)
             except StagedRowsLost as error:
                 # Another attempt here would not find them either: Spark has to run the tasks again.
-                lost.append(error)
+                return error
 
-        group.until_servers_answer(batch, attempt)
-        if lost:
-            raise lost[0]
+        applied = group.until_servers_answer(batch, attempt)
+        if isinstance(applied, StagedRowsLost):
+            raise applied
         if applied:
             # Also the tables of attempts that died: no other task's rows are needed.
             staging.drop_shared(group.store)
@@ -212,8 +208,6 @@ class OutboxWriter(DataSourceStreamArrowWriter):
 
     def _formed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the columns of ``batch`` in the form that COPY accepts, whatever the session's settings are."""
-        import pyarrow as pa
-
         columns = []
         for field in self.form:
             column = batch.column(field.name).cast(field.type)
@@ -231,12 +225,8 @@ def _apply(group: StreamGroup, batch: Batch, plan: staging.StagePlan, staged: li
     if broken := [one.broken for one in staged if one.broken]:
         raise EffectFailed(f"batch {batch.batch_id}: {broken[0]}")
     there = [one for one in staged if one.rows]
-    rows = StagedRows(
-        sql.Identifier(plan.schema, staged[0].table),
-        [one.name for one in there],
-        sum(one.rows for one in there),
-        sum(one.size for one in there),
-    )
+    table = sql.Identifier(plan.schema, staged[0].table)
+    rows = StagedRows(table, [one.name for one in there], sum(one.rows for one in there))
     generation = _generation(group)
     group.maintain_days()
     effect = group.effect(plan.columns)

@@ -148,14 +148,12 @@ def _require_reports(span: OffsetRanges, results: Mapping[Partition, TaskResult]
 def reported(reports: Iterable[Row]) -> dict[Partition, TaskResult]:
     """Return the reports of an attempt's tasks by partition. Raises EffectFailed if two tasks name the same one."""
     results: dict[Partition, TaskResult] = {}
-    for row in reports:
-        partition = (row.topic, row.part)
-        if partition in results:
+    # In the order of task.REPORT.
+    for topic, part, outcome, *figures in reports:
+        if (topic, part) in results:
             raise EffectFailed(
-                f"{row.topic}-{row.part}: two tasks had rows of it, so one of them may have moved its offset over rows "
-                "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
+                f"{topic}-{part}: two tasks had rows of it, so one of them may have moved its offset over rows of the "
+                "other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
             )
-        results[partition] = TaskResult(
-            RangeOutcome(row.outcome), row.read, row.fresh, row.detail, row.behind, row.size, row.committed
-        )
+        results[topic, part] = TaskResult(RangeOutcome(outcome), *figures)
     return results

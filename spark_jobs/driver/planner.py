@@ -59,18 +59,6 @@ def new_partitions(
     return fresh
 
 
-def waiting_for_others(
-    fresh: Collection[Partition],
-    stored: Mapping[Partition, StoredOffset],
-    ends: Mapping[Partition, Mapping[Partition, int]],
-) -> set[Partition]:
-    """Return the new partitions that must not be read yet: others still have earlier messages of their keys.
-
-    ends  new partition → the ends of the others when it was first seen with messages. They are read up to there first.
-    """
-    return {one for one in fresh if unreached(ends.get(one, {}), stored)}
-
-
 def unreached(ends: Mapping[Partition, int], stored: Mapping[Partition, StoredOffset]) -> bool:
     """Return whether some partition of the group has not been read to its end of ``ends``."""
     return any(one in stored and stored[one].next_offset < end for one, end in ends.items())
@@ -107,7 +95,7 @@ def plan(
     stored: Mapping[Partition, StoredOffset],
     bounds: Mapping[Partition, OffsetBounds],
     topic_ids: Mapping[str, str],
-    max_records: int | None = None,
+    max_records: int,
     group: str = "GROUP",
     *,
     turn: Sequence[Partition] = (),
@@ -121,7 +109,7 @@ def plan(
     turn         the partitions in the order in which they were last read, the longest ago first; see next_turn.
                  Partitions that are not in it come before them.
     max_bytes    how many bytes in all, where ``row_bytes`` has the average size of a topic's messages. At least one
-                 message is read, however large. Only together with ``max_records``.
+                 message is read, however large.
 
     Raises TopicRecreated or DataLost when the stored offsets do not fit what Kafka has; ``group`` is for their text.
     """
@@ -131,8 +119,6 @@ def plan(
         for partition, here in sorted(stored.items())
         if partition in bounds and bounds[partition].end > here.next_offset
     }
-    if max_records is None:
-        return waiting
     weights = dict.fromkeys((topic for topic, _ in waiting), _UNIT)
     if max_bytes is not None:
         for topic, average in (row_bytes or {}).items():

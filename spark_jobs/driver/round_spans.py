@@ -15,8 +15,6 @@ from outbox.consumer.model import Partition
 from spark_jobs.driver.round_context import Counts, RoundContext
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
     from spark_jobs.task.accumulators import TraceSample
 
 
@@ -31,7 +29,7 @@ class RoundSpans:
 
         counts  the figures of the round, at the end of the block.
         """
-        if not self._configured():
+        if not _configured():
             yield
             return
         from opentelemetry.trace import SpanKind
@@ -50,33 +48,27 @@ class RoundSpans:
             if not span.is_recording():
                 yield
                 return
-            with self._linked(span):
+            # Tasks return a sample of their messages' traces, also of a round that fails.
+            if self._sample is None:
+                from spark_jobs.task.accumulators import TraceSample
+
+                self._sample = TraceSample.of(self._context.session.sparkContext, tracing.MOST_LINKS)
+            self._sample.found.value = []
+            self._context.traces = self._sample
+            try:
                 yield
+            finally:
+                self._context.traces = None
+                for link in tracing.links_to(self._sample.found.value):
+                    span.add_link(link.context)
             span.set_attribute(_trace.MESSAGE_COUNT, counts.read)
             span.set_attribute(tracing.DUPLICATES, counts.duplicates)
             span.set_attribute(tracing.DEAD, counts.dead)
 
-    @staticmethod
-    def _configured() -> bool:
-        if "opentelemetry.trace" not in sys.modules:
-            return False
-        from outbox._app import tracing
 
-        return tracing.configured()
+def _configured() -> bool:
+    if "opentelemetry.trace" not in sys.modules:
+        return False
+    from outbox._app import tracing
 
-    @contextmanager
-    def _linked(self, span: Span) -> Iterator[None]:
-        """Have tasks return a sample of their messages' traces, and link the span to these at the end."""
-        from outbox._app import tracing
-        from spark_jobs.task.accumulators import TraceSample
-
-        if self._sample is None:
-            self._sample = TraceSample.of(self._context.session.sparkContext, tracing.MOST_LINKS)
-        self._sample.found.value = []
-        self._context.traces = self._sample
-        try:
-            yield
-        finally:
-            self._context.traces = None
-            for link in tracing.links_to(self._sample.found.value):
-                span.add_link(link.context)
+    return tracing.configured()

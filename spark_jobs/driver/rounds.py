@@ -98,8 +98,6 @@ class _TooManyBehind(Exception):
 
 
 class Rounds:
-    """Applies rounds, by attempts of one kind."""
-
     def __init__(self, context: RoundContext, attempts: PartitionAttempts | BatchAttempts) -> None:
         self._context = context
         self._attempts = attempts

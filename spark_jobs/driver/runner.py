@@ -134,20 +134,16 @@ class Runner:
         self._caught_up = caught_up or (lambda _: None)
         self._behind = behind or (lambda *_: None)
 
-    def close(self) -> None:
-        """Close the driver's session; called at the end of the ``with`` block."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._ended = time.monotonic()
         if self._generation is not None:
             # Only a hint: without it the next driver is more careful. A run that has given up does not wait for this.
             with suppress(psycopg.Error, NoTimeLeft), self._patience.attempt():
                 self._store.end(self._generation)
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def totals(self) -> Totals:
@@ -206,9 +202,6 @@ class Runner:
                 # The next round meets the same error and waits.
                 return
 
-    def _lock_monitor(self) -> LockMonitor:
-        return LockMonitor(self._options.url, self._job.group, self._report)
-
     def _begin(self) -> int:
         """Take the group over, once for the life of this runner."""
         if self._generation is None:
@@ -232,8 +225,7 @@ class Runner:
         Also returns False if an error will end the run: it is found again, and recorded, after the take-over.
         """
         try:
-            state = self._store.state(self._job.topics, None, keep_order=self._job.keep_order)
-            stored = state.stored
+            stored, retry_waits = self._store.state(self._job.topics, None, keep_order=self._job.keep_order)
             ids, bounds = self._kafka.look(self._job.topics)
             halt(self._kafka.regrown(stored, bounds), self._job.group)
             chosen = self._chosen_starts(stored, bounds)
@@ -242,7 +234,7 @@ class Runner:
             return False
         begins = dict.fromkeys(new, 0) if chosen is None else chosen
         begins |= {partition: here.next_offset for partition, here in stored.items() if partition in bounds}
-        return state.retry_waits or any(bounds[partition].end > offset for partition, offset in begins.items())
+        return retry_waits or any(bounds[partition].end > offset for partition, offset in begins.items())
 
     def _start_spark(self) -> bool:
         """Start Spark, if it has not been; the time is no part of the figures. Returns whether it has started now."""
@@ -266,8 +258,7 @@ class Runner:
         poll_kept(self._job.group)
         generation = self._begin()
         # Read before Kafka's ends, which are then at or beyond the stored offsets.
-        state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
-        stored = state.stored
+        stored, retry_waits = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
         ids, known = self._look(generation, stored if targets is None else ())
         if self._store.was_killed and not self._context.not_here:
             # A message that crashes a library would end this driver like the one before. In a worker it would not.
@@ -308,12 +299,12 @@ class Runner:
             }
             behind |= dict.fromkeys((self._leaderless | self._added.waiting) - stored.keys(), 0)
             self._behind(behind, ranges.keys() | self._leaderless)
-        if (ranges or state.retry_waits) and self._start_spark():
+        if (ranges or retry_waits) and self._start_spark():
             # This came after the look before the take-over.
             return True
         began = time.monotonic()
         more = False
-        if state.retry_waits:
+        if retry_waits:
             try:
                 more = self._rounds.retry(generation)
             finally:
@@ -479,7 +470,7 @@ class Runner:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Report what blocks the group inside the block; close its readers at the end."""
-        with self._lock_monitor():
+        with LockMonitor(self._options.url, self._job.group, self._report):
             try:
                 yield
             finally:

@@ -32,12 +32,12 @@ _REPORT: Final = "staged_by string, rows long, size long, rejected string, broke
 
 @dataclass(frozen=True, slots=True)
 class StagedRows:
-    """What the tasks staged: under which names, how many rows, and their size in memory in bytes."""
+    """What the tasks staged: under which names, how many rows, and for rounds their size in memory in bytes."""
 
     table: sql.Identifier
     names: list[str]
     rows: int
-    size: int
+    size: int = 0
 
 
 def stage(

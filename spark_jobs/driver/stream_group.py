@@ -11,16 +11,16 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, LiteralString
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psycopg
+from psycopg import sql
 
 from outbox.consumer.errors import ConsumerUnavailable, EffectFailed, JobError, shown
 from outbox.consumer.patience import Patience
 from outbox.consumer.postgres_errors import clear_errors, passing
-from outbox.consumer.statements import statement
 from outbox.errors import OutboxError
-from spark_jobs.dedup.strategies import REMEMBER_FRESH, Dedup, DedupStore, forgotten_before
+from spark_jobs.dedup.strategies import REMEMBER_FRESH, Dedup, DedupStore, forgotten_before, keep_first
 from spark_jobs.driver.checkpoints import Batch, Decision, Stored, decide
 from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.driver.staged_rows import StagedRows
@@ -35,6 +35,8 @@ from spark_jobs.task.input import NO_INPUT
 
 if TYPE_CHECKING:
     from spark_jobs.job import PythonEffect
+
+T = TypeVar("T")
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -58,11 +60,6 @@ _ACCEPTED: Final = """
 INSERT INTO {audit} (what, details) VALUES ('checkpoint accepted', pg_catalog.jsonb_build_object('group', %(grp)s::text,
     'instead of', %(state)s::text, 'query', %(query_id)s::text, 'batch', %(batch_id)s::bigint))"""
 _WITHOUT_ID: Final = "SELECT EXISTS (SELECT FROM batch WHERE message_id IS NULL)"
-_FIRST: Final = """
-DELETE FROM batch USING (
-    SELECT ctid AS place, pg_catalog.row_number() OVER (PARTITION BY message_id ORDER BY ctid) AS number
-      FROM batch) AS numbered
- WHERE numbered.place = batch.ctid AND numbered.number > 1"""
 _FORGOTTEN: Final = """
 SELECT message_id FROM batch, {groups} AS groups
  WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01' LIMIT 1"""
@@ -127,7 +124,6 @@ class StreamGroup:
         return self._sinks.effect(columns, "stream")
 
     def stored(self) -> Stored | None:
-        """Return the batch that the sink has."""
         with clear_errors("reading how far the stream is"), self.store.transaction() as connection:
             return self._read_stored(connection.cursor())
 
@@ -159,7 +155,7 @@ class StreamGroup:
                 cursor.connection.rollback()
                 return False
             if decision == "accepted":
-                self._run(
+                self._dedup.run(
                     cursor, _ACCEPTED, state=self.options.accept, query_id=batch.query_id, batch_id=batch.batch_id
                 )
             if not self._swap(cursor, stored, batch):
@@ -170,32 +166,32 @@ class StreamGroup:
             if ids:
                 self._drop_repeats(cursor)
             fresh = applying.count() if ids else staged.rows
-            self._run(cursor, _COUNT, applied=fresh, duplicates=staged.rows - fresh)
+            self._dedup.run(cursor, _COUNT, applied=fresh, duplicates=staged.rows - fresh)
             if fresh:
                 applying.apply()
         return True
 
-    def until_servers_answer(self, batch: Batch, attempt: Callable[[], None]) -> None:
-        """Repeat an attempt at a batch while servers are away, and report what blocks it.
+    def until_servers_answer(self, batch: Batch, attempt: Callable[[], T]) -> T | None:
+        """Return what an attempt at a batch returns, repeating it while servers are away; report what blocks it.
 
         If the COMMIT of an attempt has succeeded without an answer, the next attempt finds that. Raises
         ConsumerUnavailable when no patience is left, and EffectFailed for database errors that will not pass.
         """
 
-        def attempted() -> None:
+        def attempted() -> T:
             try:
-                attempt()
+                return attempt()
             except psycopg.Error as error:
                 if passing(error):
                     raise
                 raise EffectFailed(f"batch {batch.batch_id}: {shown(error)}") from error
 
         with LockMonitor(self.options.url, self.job.group, report):
-            wait_for_servers(attempted, Patience(self.options.patience), report, then="start the query again")
+            return wait_for_servers(attempted, Patience(self.options.patience), report, then="start the query again")
 
     def _swap(self, cursor: psycopg.Cursor[Any], stored: Stored | None, batch: Batch) -> bool:
         """Move the sink from ``stored`` to the batch. Returns False if the sink no longer has ``stored``."""
-        moved = self._run(
+        moved = self._dedup.run(
             cursor,
             _SWAP,
             query_id=batch.query_id,
@@ -208,14 +204,14 @@ class StreamGroup:
         return moved.rowcount == 1
 
     def _read_stored(self, cursor: psycopg.Cursor[Any]) -> Stored | None:
-        row = self._run(cursor, _STORED).fetchone()
+        row = self._dedup.run(cursor, _STORED).fetchone()
         return None if row is None else Stored(*row)
 
     def _drop_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
         """Leave in ``batch`` only rows whose ids were never applied."""
         if cursor.execute(_WITHOUT_ID).fetchone() == (True,):
             raise EffectError("a row's message_id is NULL: each row needs one, or leave the column out")
-        cursor.execute(_FIRST)
+        cursor.execute(keep_first(sql.SQL("message_id"), sql.SQL("ctid")))
         self._dedup.run(cursor, REMEMBER_FRESH)
         if forgotten_before(cursor, self._dedup) is not None and (
             old := self._dedup.run(cursor, _FORGOTTEN).fetchone()
@@ -223,9 +219,6 @@ class StreamGroup:
             raise EffectError(
                 f"message_id {old[0]} is of a day that is forgotten (keep_days): it may have been applied before"
             )
-
-    def _run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
-        return cursor.execute(statement(self.options.schema, query), {"grp": self.job.group, **values})
 
 
 @contextmanager

@@ -229,5 +229,4 @@ def _listed(names: Iterable[str]) -> sql.Composed:
 
 
 def _cast(pairs: Mapping[str, str], types: Mapping[str, ColumnType]) -> sql.Composed:
-    """Return the batch's columns cast to the table's types."""
     return sql.SQL(", ").join(types[there].cast(here) for there, here in pairs.items())

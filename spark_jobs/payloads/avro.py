@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any, Final
 
+from fastavro import parse_schema, schemaless_reader
+from fastavro.read import LOGICAL_READERS
+from fastavro.schema import SchemaParseException
 from pyspark.sql import types as t
 
 from outbox.consumer.errors import JobError
@@ -18,10 +21,8 @@ from spark_jobs.payloads.avro_limits import has_weightless_items, holds_itself, 
 from spark_jobs.payloads.decoding import struct_of, within
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.json_text import decimal_that_fits
-from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
+from spark_jobs.payloads.reading import Convert, Policy, Problem, Reader, Wrong, unchanged
 from spark_jobs.payloads.registry import Registry, Schema, remembering
-
-Convert = Callable[[Any], Any]
 
 _PLAIN: Final[Mapping[str, t.DataType]] = {
     "boolean": t.BooleanType(),
@@ -121,8 +122,6 @@ class _Resolved:
                 raise Problem(f"field {path}: is missing in the schema it was written with")
 
     def read(self, payload: bytes) -> Any:
-        from fastavro import schemaless_reader
-
         source = io.BytesIO(payload)
         try:
             if self._weightless or (self._endless and len(payload) > _SHALLOW):
@@ -145,10 +144,6 @@ class _Resolved:
 
 def _parsed(schema: Schema) -> Any:
     """Parse a schema with its references. Raises JobError."""
-    from fastavro import parse_schema
-    from fastavro.read import LOGICAL_READERS
-    from fastavro.schema import SchemaParseException
-
     for carrier in ("bytes", "fixed"):
         LOGICAL_READERS[f"{carrier}-{_EXACT}"] = _exact
     named: dict[str, Any] = {}
@@ -205,7 +200,7 @@ def _typed(  # noqa: C901  one case for each type
         return _union(schema, named, path, inside)
     if isinstance(schema, str):
         if schema in _PLAIN:
-            return _PLAIN[schema], _octets if schema == "bytes" else _same
+            return _PLAIN[schema], _octets if schema == "bytes" else unchanged
         if schema in inside:
             raise JobError(f"schema: field {path}: record {schema} holds itself, which no column can; use Raw()")
         if schema not in named:
@@ -230,7 +225,7 @@ def _typed(  # noqa: C901  one case for each type
         mapped = t.MapType(t.StringType(), element)
         return mapped, lambda value: [(name, convert(item)) for name, item in value.items()]
     if of in {"fixed", "enum"}:
-        return _PLAIN[of], _octets if of == "fixed" else _same
+        return _PLAIN[of], _octets if of == "fixed" else unchanged
     return _typed(of, named, path, inside)
 
 
@@ -243,7 +238,7 @@ def _union(
         return kind, lambda value: None if value is None else convert(value)
     for both, kind in ({"int", "long"}, t.LongType()), ({"float", "double"}, t.DoubleType()):
         if all(isinstance(branch, str) for branch in branches) and set(branches) == both:
-            return kind, _same
+            return kind, unchanged
     raise JobError(
         f"schema: field {path}: a union of several types is no column; give a reader schema that has one of them"
     )
@@ -255,10 +250,6 @@ def _struct(
     fields = [(one["name"], *_typed(one["type"], named, within(path, one["name"]), inside)) for one in schema["fields"]]
     kind = struct_of("schema", path, [(name, inner) for name, inner, _ in fields])
     return kind, lambda record: {name: convert(record[name]) for name, _, convert in fields}
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _octets(value: Any) -> bytes:
@@ -286,10 +277,7 @@ def _decimal(schema: Mapping[str, Any], path: str) -> tuple[t.DataType, Convert]
             value = _exact(_octets(value), schema)
         if not isinstance(value, Decimal):
             raise Wrong(f"field {path}: was not written as decimal")
-        fitting = decimal_that_fits(value, precision, scale)
-        if fitting is None:
-            raise Wrong(f"field {path}: does not fit decimal({precision},{scale})")
-        return fitting
+        return decimal_that_fits(path, value, precision, scale)
 
     return t.DecimalType(precision, scale), convert
 

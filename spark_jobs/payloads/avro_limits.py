@@ -13,6 +13,10 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from fastavro import parse_schema
+from fastavro._read_py import read_data
+from fastavro.io.binary_decoder import BinaryDecoder
+
 from spark_jobs.payloads.reading import Problem
 
 MOST_WEIGHTLESS: Final = 10_000
@@ -23,9 +27,6 @@ _LONGEST_NUMBER: Final = 10
 
 def read_bounded(source: io.BytesIO, size: int, writer: Any, reader: Any) -> Any:
     """Decode with fastavro's reader in Python. Raises Problem for endless numbers and too many items of zero bytes."""
-    from fastavro import parse_schema
-    from fastavro._read_py import read_data
-    from fastavro.io.binary_decoder import BinaryDecoder
 
     class Decoder(BinaryDecoder):
         items = 0

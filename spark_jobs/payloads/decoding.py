@@ -44,7 +44,6 @@ class Decoder(Protocol):
 
         A field of type VARIANT is read as its JSON text, which Spark then parses.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +159,6 @@ class Avro:
 
     @cached_property
     def _planned(self) -> tuple[StructType, Plan]:
-        from spark_jobs.payloads.avro import Plan
-
         registry = _registry(self.registry)
         if self.reader_schema is not None:
             reader = _avro(self.reader_schema)
@@ -171,6 +168,9 @@ class Avro:
             reader = Client(registry, None).latest(self.subject)
             if reader.kind != "AVRO":
                 raise JobError(f"subject: the latest schema of {self.subject} is {reader.kind}, not AVRO")
+        # Behind the registry's client, which says what to install.
+        from spark_jobs.payloads.avro import Plan
+
         writer = None if registry is not None else _avro(self.writer_schema or self.reader_schema or "")
         plan = Plan(reader, writer, registry, Policy(self.unknown, self.missing))
         plan()
@@ -216,20 +216,22 @@ class Protobuf:
 
     @cached_property
     def _planned(self) -> tuple[StructType, Plan]:
+        registry, message = _registry(self.registry), self.message
+        latest = None
+        if self.subject is not None:
+            assert registry is not None
+            latest = Client(registry, "serialized").latest(self.subject)
+        # Behind the registry's client, which says what to install.
         from spark_jobs.payloads import protobuf as protobuf_payload
 
-        registry, message = _registry(self.registry), self.message
-        if isinstance(self.descriptor, bytes):
+        if latest is not None:
+            files, message = protobuf_payload.from_registry(latest, message)
+        elif isinstance(self.descriptor, bytes):
             files = self.descriptor
-        elif self.descriptor is not None:
+        else:
             described = self.descriptor.DESCRIPTOR
             files = protobuf_payload.from_descriptor(described.file)
             message = message or described.full_name
-        else:
-            assert registry is not None
-            assert self.subject is not None
-            latest = Client(registry, "serialized").latest(self.subject)
-            files, message = protobuf_payload.from_registry(latest, message)
         assert message is not None
         plan = protobuf_payload.Plan(files, message, registry, Policy(self.unknown))
         return plan.fields(), plan

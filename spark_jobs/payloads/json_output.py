@@ -8,12 +8,12 @@ digits than needed, and large ones with an exponent; this module writes the shor
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import numpy as np
 import orjson
-
-if TYPE_CHECKING:
-    import pyarrow as pa
+import pyarrow as pa
+import pyarrow.compute as pc
 
 # Quotes and backslashes are escaped with Arrow. A column with control characters, which are rare, goes through orjson.
 _CONTROL: Final = "[\\x00-\\x1f]"
@@ -26,8 +26,6 @@ def json_text(values: pa.Array) -> pa.Array:
 
     Raises TypeError for a type without a counterpart in JSON; see ``has_json``.
     """
-    import pyarrow as pa
-
     kind = values.type
     if pa.types.is_struct(kind):
         return _objects(values)
@@ -37,9 +35,6 @@ def json_text(values: pa.Array) -> pa.Array:
 
 
 def _plain(values: pa.Array) -> pa.Array:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     kind = values.type
     if pa.types.is_string(kind):
         return _strings(values)
@@ -64,8 +59,6 @@ def _plain(values: pa.Array) -> pa.Array:
 
 def has_json(kind: pa.DataType) -> bool:
     """Return whether values of this type can be written as JSON."""
-    import pyarrow as pa
-
     try:
         json_text(pa.array([], kind))
     except TypeError:
@@ -78,10 +71,6 @@ def offsets_of(lists: pa.ListArray) -> pa.Array:
 
     Not the array's own offsets: a list that is NULL may have items, and a slice has the offsets of the whole array.
     """
-    import numpy as np
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     return pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
 
@@ -91,24 +80,16 @@ def _quoted(texts: pa.Array, after: str = "") -> pa.Array:
 
 
 def _joined(*parts: Any) -> pa.Array:
-    import pyarrow.compute as pc
-
     return pc.binary_join_element_wise(*parts, "")
 
 
 def _strings(values: pa.Array) -> pa.Array:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if pc.any(pc.match_substring_regex(values, _CONTROL)).as_py():
         return pa.array([None if one is None else orjson.dumps(one) for one in values.to_pylist()], pa.string())
     return _quoted(pc.replace_substring(pc.replace_substring(values, "\\", "\\\\"), '"', '\\"'))
 
 
 def _objects(values: pa.StructArray) -> pa.Array:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     # flatten() and not field(): a struct that is NULL may have values in its fields. Each field is written with a comma
     # before it, and the first comma is removed: if Arrow skipped the NULLs, it would drop a row that has only NULLs.
     fields = [
@@ -120,9 +101,6 @@ def _objects(values: pa.StructArray) -> pa.Array:
 
 
 def _maps(values: pa.MapArray) -> pa.Array:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     kind = values.type
     lists = values.cast(pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)])))
     names, items = lists.flatten().flatten()
@@ -131,8 +109,6 @@ def _maps(values: pa.MapArray) -> pa.Array:
 
 def _names(keys: pa.Array) -> pa.Array:
     """Return a map's keys as JSON texts, which the names in an object have to be, whatever the keys' type."""
-    import pyarrow as pa
-
     kind = keys.type
     if pa.types.is_string(kind):
         return _strings(keys)
@@ -143,8 +119,5 @@ def _names(keys: pa.Array) -> pa.Array:
 
 def _listed(lists: pa.ListArray, items: pa.Array, opening: str, closing: str) -> pa.Array:
     """Return the items of each list as one text. ``items`` has the items of all lists, one list after the other."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     texts = pc.binary_join(pa.ListArray.from_arrays(offsets_of(lists), pc.fill_null(items, "null")), ",")
     return pc.if_else(lists.is_valid(), _joined(opening, texts, closing), pa.scalar(None, pa.string()))

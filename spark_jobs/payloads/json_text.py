@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, date, datetime
 from decimal import Context, Decimal
 from struct import pack
@@ -22,10 +22,7 @@ import orjson
 from pyspark.sql import types as t
 
 from outbox.consumer.errors import JobError
-from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong, shown
-
-Convert = Callable[[Any], Any]
-"""From a parsed value, never None, to a value for Arrow. Raises Wrong, and Problem for fields inside."""
+from spark_jobs.payloads.reading import Convert, Policy, Problem, Reader, Wrong, shown
 
 _WHOLE: Final = {
     t.ByteType: ("tinyint", 8),
@@ -325,14 +322,15 @@ def _floating(path: str, *, single: bool) -> Convert:
     return floating
 
 
-def decimal_that_fits(value: Decimal, precision: int, scale: int) -> Decimal | None:
-    """Return the value with exactly ``scale`` digits after the point, None when it has more digits than fit."""
+def decimal_that_fits(path: str, value: Decimal, precision: int, scale: int) -> Decimal:
+    """Return the value with exactly ``scale`` digits after the point. Raises Wrong when it has more digits than fit."""
     if not value:
         return Decimal(0).scaleb(-scale)
-    if value.adjusted() + 1 > precision - scale:
-        return None
-    fitting = value.quantize(Decimal(1).scaleb(-scale), context=_WIDE)
-    return fitting if fitting == value else None
+    if value.adjusted() + 1 <= precision - scale:
+        fitting = value.quantize(Decimal(1).scaleb(-scale), context=_WIDE)
+        if fitting == value:
+            return fitting
+    raise Wrong(f"field {path}: does not fit decimal({precision},{scale})")
 
 
 def _fixed(path: str, precision: int, scale: int) -> Convert:
@@ -349,10 +347,7 @@ def _fixed(path: str, precision: int, scale: int) -> Convert:
             number = Decimal(value)
         else:
             raise Wrong(f"field {path}: is not a decimal number")
-        fitting = decimal_that_fits(number, precision, scale)
-        if fitting is None:
-            raise Wrong(f"field {path}: does not fit decimal({precision},{scale})")
-        return fitting
+        return decimal_that_fits(path, number, precision, scale)
 
     return fixed
 

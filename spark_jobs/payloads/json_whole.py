@@ -82,11 +82,9 @@ class JsonReader:
         self._whole = WholeReader.of(declared, policy)
 
     def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
-        """Read one payload. Raises Problem."""
         return self._one(value, header)
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]] | None:
-        """Read payloads; see ManyReader."""
         return None if self._whole is None or len(payloads) < _FEW else self._whole.read(payloads)
 
 

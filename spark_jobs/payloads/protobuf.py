@@ -13,15 +13,16 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, Final
 
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from pyspark.sql import types as t
 
 from outbox.consumer.errors import JobError
 from spark_jobs.payloads.decoding import struct_of, within
 from spark_jobs.payloads.framing import unframe
-from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
+from spark_jobs.payloads.reading import Convert, Policy, Problem, Reader, Wrong, unchanged
 from spark_jobs.payloads.registry import Client, Registry, Schema, remembering
-
-Convert = Callable[[Any], Any]
 
 # By FieldDescriptor.CPPTYPE_*: int32, int64, uint32, uint64, double, float, bool, enum, string.
 _PLAIN: Final[Mapping[int, t.DataType]] = {
@@ -60,8 +61,6 @@ class Plan:
         return _struct(self._class().DESCRIPTOR, "", (), self.policy)[0]
 
     def __call__(self) -> Reader:
-        from google.protobuf.message import DecodeError
-
         message = self._class()
         kind, convert = _struct(message.DESCRIPTOR, "", (), self.policy)
         names = kind.fieldNames()
@@ -87,8 +86,6 @@ class Plan:
         return read
 
     def _class(self) -> Any:
-        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
         pool = descriptor_pool.DescriptorPool()
         try:
             for file in descriptor_pb2.FileDescriptorSet.FromString(self.files).file:
@@ -121,8 +118,6 @@ def _name(client: Client, schema: int | uuid.UUID, indexes: tuple[int, ...]) -> 
 
 def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
     """Return the FileDescriptorSet of a registered schema, and the message type: the first one if not given."""
-    from google.protobuf import descriptor_pb2
-
     if schema.kind != "PROTOBUF":
         raise JobError(f"registry: the subject's latest schema is {schema.kind}, not PROTOBUF")
     files: dict[str, Any] = {}
@@ -136,16 +131,12 @@ def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
 
 def from_descriptor(file: Any) -> bytes:
     """Return a FileDescriptorSet of a FileDescriptor and all that it imports."""
-    from google.protobuf import descriptor_pb2
-
     files: dict[str, Any] = {}
     _add(file, files)
     return bytes(descriptor_pb2.FileDescriptorSet(file=files.values()).SerializeToString())
 
 
 def _add(file: Any, files: dict[str, Any]) -> None:
-    from google.protobuf import descriptor_pb2
-
     if file.name not in files:
         for imported in file.dependencies:
             _add(imported, files)
@@ -180,9 +171,6 @@ def _common(name: str, files: dict[str, Any]) -> None:
 
 
 def _file(schema: Schema) -> Any:
-    from google.protobuf import descriptor_pb2
-    from google.protobuf.message import DecodeError
-
     try:
         return descriptor_pb2.FileDescriptorProto.FromString(base64.b64decode(schema.text, validate=True))
     except (ValueError, DecodeError) as error:
@@ -192,8 +180,6 @@ def _file(schema: Schema) -> Any:
 def _struct(
     descriptor: Any, path: str, inside: tuple[str, ...], policy: Policy
 ) -> tuple[t.StructType, Callable[[Any], dict[str, Any]]]:
-    from google.protobuf.unknown_fields import UnknownFieldSet
-
     if descriptor.full_name in inside:
         raise JobError(f"message: field {path}: {descriptor.full_name} holds itself, which no column can; use Raw()")
     inside = (*inside, descriptor.full_name)
@@ -256,12 +242,8 @@ def _value(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tu
     if field.cpp_type == _UINT64:
         return _PLAIN[_UINT64], Decimal
     if field.type == _BYTES:
-        return t.BinaryType(), _same
-    return _PLAIN[field.cpp_type], _same
-
-
-def _same(value: Any) -> Any:
-    return value
+        return t.BinaryType(), unchanged
+    return _PLAIN[field.cpp_type], unchanged
 
 
 def _enum(path: str, names: Mapping[int, str]) -> Convert:

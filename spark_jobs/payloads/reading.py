@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Reader = Callable[[bytes, bytes | None], Sequence[Any]]
 """From a payload and the value of its header ``__value_schema_id`` to the columns' values. Raises Problem."""
+Convert = Callable[[Any], Any]
+"""From a parsed value to one for Arrow. Raises Wrong, and Problem for fields inside."""
 
 
 @runtime_checkable
@@ -22,11 +24,9 @@ class ManyReader(Protocol):
 
     def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
         """Read one payload; see Reader."""
-        ...
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]] | None:
         """Return the columns, and the numbers of the rows that must be read one by one; None if all must."""
-        ...
 
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -53,6 +53,10 @@ class Policy:
             allowed = get_args(kind)
             if getattr(self, name) not in allowed:
                 raise JobError(f"{name}: must be {allowed[0]!r} or {allowed[1]!r}, not {getattr(self, name)!r}")
+
+
+def unchanged(value: Any) -> Any:
+    return value
 
 
 def shown(name: str) -> str:

@@ -108,14 +108,6 @@ class AddedEnds:
     ends: Mapping[Partition, int]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredGroup:
-    """A group's stored offsets. ``retry_waits``: there are dead letters to retry."""
-
-    stored: Mapping[Partition, StoredOffset]
-    retry_waits: bool
-
-
 class PostgresGroupStore:
     """One group's rows: see sink.GroupStore. ``owner`` is only informative; the generation identifies the consumer."""
 
@@ -273,16 +265,16 @@ class PostgresGroupStore:
     def direct(
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
     ) -> DirectCopy | None:
-        """Return the target of a direct copy, if there is one; see direct_copy.direct_for."""
         with self.transaction(pinned=False) as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
     def column_types(self, table: str) -> dict[str, ColumnType]:
-        """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
         with self.transaction(pinned=False) as connection:
             return column_types(connection.cursor(), table)
 
-    def state(self, topics: Iterable[str], generation: int | None, *, keep_order: bool) -> StoredGroup:
+    def state(
+        self, topics: Iterable[str], generation: int | None, *, keep_order: bool
+    ) -> tuple[dict[Partition, StoredOffset], bool]:
         """Return the stored offsets and whether there are dead letters to retry, in one statement.
 
         Raises Fenced unless the group is still in this generation. None: before the group is taken over.
@@ -295,7 +287,7 @@ class PostgresGroupStore:
             self._released = False
             self._below = rows[0][3]
         stored = {(topic, part): StoredOffset(*rest) for _, _, _, _, topic, part, *rest in rows if topic is not None}
-        return StoredGroup(stored, retry_waits=bool(rows) and rows[0][2])
+        return stored, bool(rows) and rows[0][2]
 
     def _state_query(self, keep_order: bool) -> sql.Composed:
         """Return the statement of ``state``. With ``keep_order`` it looks at some of those that are behind others."""

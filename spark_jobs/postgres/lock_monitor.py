@@ -39,17 +39,10 @@ class LockMonitor:
     A context manager: the thread runs inside the ``with`` block.
     """
 
-    def __init__(
-        self,
-        url: str,
-        group: str,
-        report: Callable[[str, Mapping[str, Any]], None],
-        check_seconds: float = CHECK_SECONDS,
-    ) -> None:
+    def __init__(self, url: str, group: str, report: Callable[[str, Mapping[str, Any]], None]) -> None:
         self._url = url
         self._group = group
         self._report = report
-        self._check_seconds = check_seconds
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outbox-blockers", daemon=True)
 
@@ -67,7 +60,7 @@ class LockMonitor:
         # One session for all checks, used by this thread only.
         session = OwnSession(lambda: connect(self._url, f"outbox watch {self._group}"))
         try:
-            while not self._stop.wait(self._check_seconds):
+            while not self._stop.wait(CHECK_SECONDS):
                 try:
                     values = {"names": list(names(self._group))}
                     found = session.connected().execute(_WAITING, values).fetchall()

@@ -87,7 +87,6 @@ class PostgresSink:
 
     @property
     def dedup(self) -> DedupStore:
-        """Where the group's ids are remembered."""
         return DedupStore(self.schema, self.group)
 
     @contextmanager
@@ -141,7 +140,6 @@ class PostgresTransaction:
         return self._group.fence_all(self.cursor.connection, here)
 
     def at_once(self) -> AbstractContextManager[object]:
-        """Send the statements of several calls before the first answer is awaited."""
         return pipeline(self.cursor.connection)
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
@@ -256,11 +254,8 @@ class PostgresSinks:
         self._directs: dict[tuple[tuple[str, str], ...], DirectCopy | None] = {}
 
     def look_again(self, *, checked: bool = True) -> None:
-        """Forget what is known of the sink's tables: they may have been altered since the last round.
-
-        A direct copy compares the table with what was known of it, and takes the way through ``batch`` if it is
-        another; then all is forgotten.
-        """
+        # A direct copy compares the table with what was known of it, and takes the way through ``batch`` if it is
+        # another; then all is forgotten.
         if not checked and self._directs and None not in self._directs.values():
             return
         self._statements.clear()

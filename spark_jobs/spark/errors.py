@@ -12,7 +12,7 @@ Tasks report the errors that they know as a row of their result. The others come
 | ... a corrupt record                                | CorruptRecords                                      |
 | ... anything else; Java's network                   | ConsumerUnavailable                                 |
 | a Python worker or an executor has ended            | WorkerLost                                          |
-| the JVM does not answer any more                    | ConsumerError                                           |
+| the JVM does not answer any more                    | ConsumerError                                       |
 | anything else                                       | EffectFailed                                        |
 """
 

@@ -34,7 +34,6 @@ from spark_jobs.dedup.strategies import WHOLE_TIMES, Dedup, Fingerprint, Offsets
 from spark_jobs.effects.produce import Traced
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
 from spark_jobs.payloads.decoding import PROBLEM, arrow_type, as_read
-from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
 from spark_jobs.task.decoder import TaskDecoder
@@ -246,6 +245,8 @@ def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[s
 
 def _in_postgres(kind: DataType) -> str | None:
     """Return the Postgres type of a column that a task can copy itself; None for any other."""
+    from spark_jobs.payloads.json_output import has_json
+
     plain = _plain(kind.simpleString())
     nested = plain is None and "variant" not in kind.simpleString() and has_json(arrow_type(kind))
     return "jsonb" if nested else plain
@@ -424,6 +425,8 @@ def stream_columns(schema: StructType) -> tuple[dict[str, str], pa.Schema]:
     """
     import pyarrow as pa
     from pyspark.sql import types as t
+
+    from spark_jobs.payloads.json_output import has_json
 
     types: dict[str, str] = {}
     form: list[pa.Field] = []

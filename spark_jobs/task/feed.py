@@ -100,7 +100,6 @@ def rejected_text(found: Sequence[RejectedRecord]) -> str:
 
 
 def rejected_from(text: str) -> list[RejectedRecord]:
-    """Read what ``rejected_text`` wrote."""
     return [
         RejectedRecord((topic, part, offset), reason, error, sqlstate)
         for topic, part, offset, reason, error, sqlstate in json.loads(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress
 from operator import itemgetter
@@ -27,6 +27,9 @@ from outbox.consumer.model import MessageRef, RejectedRecord
 from outbox.event import CE_TRACEPARENT, CE_TRACESTATE, TRACEPARENT, TRACESTATE
 from spark_jobs import ids as identity
 from spark_jobs.payloads.framing import HEADER
+
+_Named = Sequence[Mapping[str, bytes | None]]
+"""Each message's headers by name. If several have the same name, the first one counts."""
 
 # W3C Trace Context. As it demands, invalid headers are ignored.
 _TRACE: Final = {
@@ -72,7 +75,7 @@ class Messages:
         """Return up to ``most`` distinct traces: each message's of the last hop, or else that of the writer."""
         found: dict[tuple[str, str | None], None] = {}
         for headers in self.headers:
-            trace = _trace_of(_first(headers))
+            trace = _trace_of(_by_name(headers))
             if trace is not None:
                 found[trace] = None
                 if len(found) == most:
@@ -122,12 +125,12 @@ class Incoming:
             "message_time": messages.times,
             "message_tombstone": values.is_null(),
             "message_id": self._ids(messages, headers),
-            **(headers.trace() if self.traced else {}),
+            **(_traces(headers) if self.traced else {}),
         }
         problems = pa.array(
             [NOT_UTF8 if isinstance(one, UndecodableHeaders) else None for one in messages.headers], pa.string()
         )
-        return meta, values, headers.first(HEADER), problems
+        return meta, values, _values(headers, HEADER), problems
 
     def chosen(self, messages: Messages) -> Messages:
         return messages if self.types is None else self._chosen(messages)[0]
@@ -135,7 +138,7 @@ class Incoming:
     def letters(self, messages: Messages, why: Callable[[MessageRef], RejectedRecord]) -> list[DeadLetter]:
         """Return each message as a dead letter. ``why`` returns the reason for the message at a place."""
         unknown = self.ids in {"content", "columns"}
-        ids = [None] * len(messages) if unknown else self._named(_Headers.of(messages)).to_pylist()
+        ids = [None] * len(messages) if unknown else self._named(list(map(_by_name, messages.headers))).to_pylist()
         times = messages.times.cast(pa.int64()).to_pylist()
         return [
             DeadLetter(why((messages.topic, messages.part, offset)), id_, key, value, stored_headers(headers), time)
@@ -144,18 +147,18 @@ class Incoming:
             )
         ]
 
-    def _chosen(self, messages: Messages) -> tuple[Messages, _Headers, pa.Array]:
-        headers = _Headers.of(messages)
-        kinds = _text(headers.first("ce_type", "event-type"))
+    def _chosen(self, messages: Messages) -> tuple[Messages, _Named, pa.Array]:
+        headers = list(map(_by_name, messages.headers))
+        kinds = _text(_values(headers, "ce_type", "event-type"))
         if self.types is None:
             return messages, headers, kinds
         # The types of messages with undecodable headers can't be relied on.
         undecodable = pa.array([isinstance(one, UndecodableHeaders) for one in messages.headers], pa.bool_())
         wanted = pc.or_(pc.is_in(kinds, value_set=pa.array(self.types, pa.string())), undecodable)
         messages = messages.only(pc.indices_nonzero(wanted).to_pylist())
-        return messages, headers.only(wanted.to_pylist()), kinds.filter(wanted)
+        return messages, list(compress(headers, wanted.to_pylist())), kinds.filter(wanted)
 
-    def _ids(self, messages: Messages, headers: _Headers) -> pa.Array:
+    def _ids(self, messages: Messages, headers: _Named) -> pa.Array:
         if self.ids == "content":
             pairs = zip(messages.keys, messages.values, strict=True)
             return pa.array([uuid8(content(key, value)) for key, value in pairs], pa.string())
@@ -171,14 +174,14 @@ class Incoming:
         ]
         return pa.array(made, pa.string())
 
-    def _named(self, headers: _Headers) -> pa.Array:
+    def _named(self, headers: _Named) -> pa.Array:
         """Return the ids from the headers, with those of the keys."""
         ids = _ids(headers)
-        keys = headers.first(self.key).to_pylist() if self.key is not None else []
+        keys = _values(headers, self.key).to_pylist() if self.key is not None else []
         if not any(keys):
             return ids
         of_each = (
-            headers.first(*names).to_pylist() for names in (("ce_id", "id"), ("ce_source",), ("aggregate-type",))
+            _values(headers, *names).to_pylist() for names in (("ce_id", "id"), ("ce_source",), ("aggregate-type",))
         )
         made = [
             # For an event without a key of its own, the relay's header is the event's id.
@@ -188,39 +191,26 @@ class Incoming:
         return pa.array(made, pa.string())
 
 
-class _Headers:
-    def __init__(self, named: Iterable[Mapping[str, bytes | None]]) -> None:
-        self._named = list(named)
-
-    @staticmethod
-    def of(messages: Messages) -> _Headers:
-        return _Headers(map(_first, messages.headers))
-
-    def only(self, wanted: Iterable[bool]) -> _Headers:
-        return _Headers(compress(self._named, wanted))
-
-    def first(self, name: str, otherwise: str | None = None) -> pa.Array:
-        """Return each message's first header of this name, or of the name ``otherwise`` if that is missing or null."""
-        found = [named.get(name) for named in self._named]
-        if otherwise is not None and None in found:
-            pairs = zip(self._named, found, strict=True)
-            found = [named.get(otherwise) if value is None else value for named, value in pairs]
-        return pa.array(found, pa.binary())
-
-    def trace(self) -> dict[str, pa.Array]:
-        """Return the trace of the last hop, or else that of the writer. Invalid values become null."""
-        parents, states = [], []
-        for named in self._named:
-            parent, state = _trace_of(named) or (None, None)
-            parents.append(parent)
-            states.append(state)
-        return {TRACEPARENT: pa.array(parents, pa.string()), TRACESTATE: pa.array(states, pa.string())}
-
-
-def _first(headers: Headers) -> dict[str, bytes | None]:
-    """Return a message's headers by name. If several have the same name, the first one counts."""
+def _by_name(headers: Headers) -> dict[str, bytes | None]:
     named = dict(headers)
     return named if len(named) == len(headers) else dict(reversed(headers))
+
+
+def _values(headers: _Named, name: str, otherwise: str | None = None) -> pa.Array:
+    """Return each message's header of this name, or of the name ``otherwise`` if that is missing or null."""
+    found = [named.get(name) for named in headers]
+    if otherwise is not None and None in found:
+        pairs = zip(headers, found, strict=True)
+        found = [named.get(otherwise) if value is None else value for named, value in pairs]
+    return pa.array(found, pa.binary())
+
+
+def _traces(headers: _Named) -> dict[str, pa.Array]:
+    traces = [_trace_of(named) or (None, None) for named in headers]
+    return {
+        TRACEPARENT: pa.array([parent for parent, _ in traces], pa.string()),
+        TRACESTATE: pa.array([state for _, state in traces], pa.string()),
+    }
 
 
 def _trace_of(named: Mapping[str, bytes | None]) -> tuple[str, str | None] | None:
@@ -248,14 +238,14 @@ def _text(column: pa.Array) -> pa.Array:
     return text
 
 
-def _ids(headers: _Headers) -> pa.Array:
+def _ids(headers: _Named) -> pa.Array:
     """Return the ids from the headers; a hash of an id that is not a UUID; null if there is none."""
-    given = headers.first("ce_id", "id")
+    given = _values(headers, "ce_id", "id")
     _, wrong = identity.parsed(given)
     if not wrong.any():
         return given.cast(pa.string())
     texts: list[str | None] = [None] * len(given)
-    sources = headers.first("ce_source").to_pylist()
+    sources = _values(headers, "ce_source").to_pylist()
     for number, (name, hashed) in enumerate(zip(given.to_pylist(), wrong.tolist(), strict=True)):
         if name and hashed:
             # Two sources may use the same id (CloudEvents: source and id together are unique).

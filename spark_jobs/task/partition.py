@@ -351,7 +351,6 @@ class _All:
         self._inputs = inputs
 
     def require_whole(self) -> None:
-        """Raise InputCut unless all of them were read to a proved end."""
         for one in self._inputs:
             one.require_whole()
 
@@ -434,7 +433,6 @@ def report_retry(
 def apply_retry(
     plan: TaskPlan, retried: Mapping[MessageRef, RetryRequest], batches: TaskInput[pa.RecordBatch]
 ) -> TaskResult:
-    """Do what ``report_retry`` reports."""
     feed = Feed(plan.required, batches, plan.max_dead)
     where = "dead letters"
     try:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.callbacks import weak_callback
 from outbox._clients.kafka import ConnectionErrors, complete
@@ -44,8 +45,6 @@ from spark_jobs.errors import InputCut
 from spark_jobs.task.input import TaskInput
 
 if TYPE_CHECKING:
-    from confluent_kafka import Consumer, KafkaError, Message
-
     from spark_jobs.task.incoming import Messages
 
 PATIENCE_SECONDS: Final = 30.0
@@ -161,8 +160,6 @@ class RangeReader:
     """
 
     def __init__(self, settings: ReaderSettings) -> None:
-        from confluent_kafka import Consumer, KafkaException
-
         self.patience_seconds = settings.patience_seconds
         self._heard = 0.0
         self._fetched: dict[tuple[str, str], int] = {}
@@ -170,7 +167,7 @@ class RangeReader:
         self._connections = ConnectionErrors()
         self.broken = False
         try:
-            self._consumer: Consumer = Consumer(
+            self._consumer = Consumer(
                 {
                     **complete(settings.librdkafka()),
                     "stats_cb": weak_callback(self._progress),
@@ -235,8 +232,6 @@ class RangeReader:
 
     def _read(self, spans: Mapping[Partition, _RangeProgress]) -> Iterator[tuple[dict[Partition, Messages], int]]:
         """Read until all ranges are complete. Yields new messages by partition, and their bytes."""
-        from confluent_kafka import KafkaException, TopicPartition
-
         unread = {partition: span for partition, span in spans.items() if not span.whole}
         if not unread:
             return

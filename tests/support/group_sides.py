@@ -299,7 +299,7 @@ class OnSpark:
 
     def retry(self) -> None:
         # As the driver: only when there is something to retry, and one partition at a time.
-        while self.store.state([TOPIC], self.generation, keep_order=True).retry_waits:
+        while self.store.state([TOPIC], self.generation, keep_order=True)[1]:
             found = self.store.retried([TOPIC], 10, keep_order=True)
             if not found:
                 return

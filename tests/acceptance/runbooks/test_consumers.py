@@ -43,11 +43,16 @@ from spark_jobs.driver.runner import Runner
 from spark_jobs.health import ConsumerHealth
 from spark_jobs.job import ConsumerJob
 from spark_jobs.metrics import ConsumerMetrics
-from spark_jobs.postgres.lock_monitor import LockMonitor
+from spark_jobs.postgres import lock_monitor
 from spark_jobs.task import partition as task
 from spark_jobs.task.feed import rejected_from
 
 __all__ = ["driver", "provider", "sink"]
+
+
+@pytest.fixture(autouse=True)
+def locks_are_looked_for_often(monkeypatch):
+    monkeypatch.setattr(lock_monitor, "CHECK_SECONDS", 0.1)
 
 
 class Consumer:
@@ -67,8 +72,6 @@ class Consumer:
         self._registry.register(self._metrics)
         options = Options(self._url, kafka, patience=30.0, max_backoff_seconds=0.2)
         self.runner = Runner(None, job, options, self._report, self._health.succeeded, self._health.behind)
-        # It looks each five seconds.
-        self.runner._lock_monitor = lambda: LockMonitor(self._url, GROUP, self._report, 0.1)
         self.runner._rounds.apply = self._step_over
         if address is not None:
             serve(address, self._registry, "consumer.metrics_address", self._health.look)

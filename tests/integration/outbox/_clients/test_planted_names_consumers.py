@@ -175,7 +175,7 @@ def test_the_drivers_statements(hostile, admin):
         generation = store.take_over("Dedup", "partition")
         store.add([("t", 0)], {"t": "T"}, generation)
         assert store.is_new() is False
-        assert store.state(["t"], generation, keep_order=True).stored
+        assert store.state(["t"], generation, keep_order=True)[0]
         assert store.dead_keys(["t"]) == {}
         assert store.retried(["t"], 10, keep_order=True) == []
         assert store.column_types("target") == {"n": ColumnType("integer"), "message_id": ColumnType("uuid")}

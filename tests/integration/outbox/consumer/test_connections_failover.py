@@ -140,7 +140,7 @@ def test_behind_a_pooler_the_driver_keeps_its_connection(url):
         kept = connections._here()._sessions[pooler.url, "outbox driver g"]
         for generation in (2, 3):
             assert store.take_over() == generation
-            assert store.state(["t"], generation, keep_order=True).stored == {("t", 0): StoredOffset("topic-id", 0)}
+            assert store.state(["t"], generation, keep_order=True)[0] == {("t", 0): StoredOffset("topic-id", 0)}
             with connections.transaction(pooler.url, "outbox driver g", reset=False) as connection:
                 query = "SELECT current_setting('application_name'), current_setting('client_encoding')"
                 assert connection.execute(query).fetchone() == ("outbox driver g", "UTF8")

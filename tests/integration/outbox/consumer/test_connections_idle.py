@@ -22,7 +22,7 @@ from outbox.consumer import connections
 from outbox.consumer.errors import Fenced
 from outbox.consumer.model import StoredOffset
 from spark_jobs.postgres import lock_monitor as blockers
-from spark_jobs.postgres.group_store import PostgresGroupStore, StoredGroup
+from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.task import partition as task
 
@@ -72,10 +72,10 @@ def test_the_state_of_a_group(url):
     store = PostgresGroupStore(url, "consumer", "g", "test")
 
     def waits(keep_order: bool) -> bool:
-        found = store.state(["t"], 1, keep_order=keep_order)
-        assert found == StoredGroup(dict.fromkeys([("t", 0), ("t", 1)], StoredOffset("topic-id", 0)), found.retry_waits)
-        assert bool(store.retried(["t"], 10, keep_order=keep_order)) == found.retry_waits
-        return found.retry_waits
+        stored, retry_waits = store.state(["t"], 1, keep_order=keep_order)
+        assert stored == dict.fromkeys([("t", 0), ("t", 1)], StoredOffset("topic-id", 0))
+        assert bool(store.retried(["t"], 10, keep_order=keep_order)) == retry_waits
+        return retry_waits
 
     assert (waits(False), waits(True)) == (False, False)
     dead_letter(url, 1, b"a", "dead", "failed")
@@ -88,7 +88,7 @@ def test_the_state_of_a_group(url):
     dead_letter(url, 3, b"b", "retry", "failed")
     assert (waits(False), waits(True)) == (True, True)
     # Of other topics nothing is asked.
-    assert store.state(["other"], 1, keep_order=True) == StoredGroup({}, False)
+    assert store.state(["other"], 1, keep_order=True) == ({}, False)
     with pytest.raises(Fenced, match="generation 1 now, by test"):
         store.state(["t"], 7, keep_order=False)
     with pytest.raises(Fenced, match="its row is gone"):
@@ -122,13 +122,14 @@ def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
 # The lock monitor.
 
 
-def test_the_lock_monitor_keeps_a_session_and_replaces_it(url):
+def test_the_lock_monitor_keeps_a_session_and_replaces_it(url, monkeypatch):
+    monkeypatch.setattr(blockers, "CHECK_SECONDS", 0.05)
     group = "Bestellungen für Käufer"
     driver, _ = blockers.names(group)
     name = connections.application_name(f"outbox watch {group}")
     told: list[str] = []
     run(url, "CREATE TABLE numbers (n int)")
-    with LockMonitor(url, group, lambda text, figures: told.append(f"{text} {figures['waiting']}"), check_seconds=0.05):
+    with LockMonitor(url, group, lambda text, figures: told.append(f"{text} {figures['waiting']}")):
         (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
 
         def looks() -> Any:

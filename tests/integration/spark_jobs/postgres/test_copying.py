@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from psycopg import sql
 
-from spark_jobs.postgres import copying
+from spark_jobs.postgres import encoding
 from spark_jobs.postgres.copying import Unfit, copy_csv, copy_rows
 
 CHANCE = random.Random(3)
@@ -94,7 +94,7 @@ def test_values_of_every_type(outbox_postgres):
 
 def test_rows_of_all_types_together(outbox_postgres, monkeypatch):
     """Every column with and without NULLs, in parts that are smaller than a batch."""
-    monkeypatch.setattr(copying, "_AT_ONCE", 20_000)
+    monkeypatch.setattr(encoding, "_AT_ONCE", 20_000)
     kinds: dict[str, str] = {}
     columns: dict[str, Any] = {}
     for number, (kind, (arrow, values)) in enumerate(EVERY.items()):

@@ -223,7 +223,7 @@ MUTATIONS: dict[str, tuple[tuple[str, ...], object, str, Any, Callable[[Sink], N
     "no ids": (BOTH, processed, "copy_ids", lambda *_: None, repeated, AGAIN),
     "no ids by SQL": (("lenient",), strategies, "_REMEMBER", NO_SQL, repeated, AGAIN),
     "no others' ids": (("batch",), processed, "copy_ids", lambda *_: None, repeated_by_another_partition, (1, [1, 1])),
-    "repeats stay": (("batch",), strategies, "_DROP_REPEATS", "SELECT 1", repeated_in_one_batch, [2, 1, 2]),
+    "repeats stay": (("batch",), strategies, "keep_first", lambda *_: "SELECT 1", repeated_in_one_batch, [2, 1, 2]),
     "the day of anything": (BOTH, identity, "days", other_days(), repeated_after_midnight, [1, 1]),
     "Kafka's day": (("lenient",), strategies, "DAY_OF_ID", KAFKAS_DAY, repeated_after_midnight, [1, 1]),
     "nothing is forgotten": (("batch",), strategies, "_FORGOTTEN", NO_ROWS, forgotten, FORGOTTEN),

@@ -12,7 +12,7 @@ from outbox._app.choices import HeaderSet
 from outbox.inbox import MessageIdMissing, message_id
 from relay.core.ports import Claim
 from relay.kafka.headers import MessageHeaders
-from spark_jobs.task.incoming import _first, _Headers, _ids
+from spark_jobs.task.incoming import _by_name, _ids
 
 ID = UUID("0198a7c4-5d3e-7b21-9c55-2f6d8e1a4b70")
 OTHER = UUID("0198a7c4-5d3e-7b21-9c55-2f6d8e1a4b71")
@@ -91,5 +91,5 @@ def test_a_message_without_one_is_refused(message, problem):
     ],
 )
 def test_it_is_the_one_that_spark_consumers_have(headers):
-    (found,) = _ids(_Headers([_first(headers)])).cast(pa.string()).to_pylist()
+    (found,) = _ids([_by_name(headers)]).cast(pa.string()).to_pylist()
     assert message_id(Confluent(headers)) == UUID(found)

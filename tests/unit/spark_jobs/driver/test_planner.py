@@ -20,7 +20,7 @@ from spark_jobs.driver.planner import (
     new_partitions,
     next_turn,
     plan,
-    waiting_for_others,
+    unreached,
 )
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob, find_job
@@ -56,7 +56,7 @@ def test_one_error_names_everything_and_the_command():
 
 def test_a_partition_that_an_old_broker_does_not_name_is_for_later():
     stored = {("t", 0): StoredOffset("id-1", 2), ("t", 1): StoredOffset("id-1", 2)}
-    assert plan(stored, {("t", 0): OffsetBounds(0, 3)}, ID) == {("t", 0): Range("id-1", 2, 3)}
+    assert plan(stored, {("t", 0): OffsetBounds(0, 3)}, ID, 100) == {("t", 0): Range("id-1", 2, 3)}
 
 
 def test_what_waits_behind_an_open_transaction():
@@ -64,7 +64,7 @@ def test_what_waits_behind_an_open_transaction():
     assert OffsetBounds(0, 5, 9).uncommitted == 4
     # Asked for at two moments: the log may have been read further by the second.
     assert OffsetBounds(0, 9, 8).uncommitted == 0
-    assert plan({("t", 0): StoredOffset("id-1", 5)}, {("t", 0): OffsetBounds(0, 5, 9)}, ID) == {}
+    assert plan({("t", 0): StoredOffset("id-1", 5)}, {("t", 0): OffsetBounds(0, 5, 9)}, ID, 100) == {}
 
 
 @given(
@@ -81,10 +81,10 @@ def test_a_plan_only_names_offsets_that_kafka_has(nexts, firsts, lengths, same):
     unfit = {p for p, here in stored.items() if not same or not extents[p].first <= here.next_offset <= extents[p].end}
     if unfit:
         with pytest.raises(DataLost) as caught:
-            plan(stored, extents, ids)
+            plan(stored, extents, ids, 100)
         assert {(loss.topic, loss.part) for loss in caught.value.losses} == unfit
         return
-    for partition, span in plan(stored, extents, ids).items():
+    for partition, span in plan(stored, extents, ids, 100).items():
         assert span.start == stored[partition].next_offset < span.end == extents[partition].end
 
 
@@ -96,7 +96,7 @@ def test_a_plan_only_names_offsets_that_kafka_has(nexts, firsts, lengths, same):
 def test_clipping_keeps_starts_wastes_nothing_and_starves_nobody(lengths, starts, most):
     stored = {("t", part): StoredOffset("id-1", starts[part]) for part in range(len(lengths))}
     extents = {("t", part): OffsetBounds(0, starts[part] + length) for part, length in enumerate(lengths)}
-    whole = plan(stored, extents, ID)
+    whole = plan(stored, extents, ID, sum(lengths) + 1)
     clipped = plan(stored, extents, ID, most)
     assert set(clipped) == set(whole) == {("t", part) for part, length in enumerate(lengths) if length}
     for partition, span in clipped.items():
@@ -202,13 +202,14 @@ def test_jobs_are_found_by_name():
         find_job("json:job")
 
 
-def test_new_partitions_wait_for_the_others_of_their_topic_only():
+def test_ends_are_unreached_while_a_partition_of_the_group_is_before_its_own():
     stored = {("t", 0): StoredOffset("id", 5), ("t", 1): StoredOffset("id", 9), ("u", 0): StoredOffset("id", 3)}
-    fresh = [("t", 2), ("t", 3), ("u", 1), ("new", 0)]
-    ends = {("t", 2): {("t", 0): 6, ("t", 1): 9}, ("t", 3): {("t", 0): 6}, ("u", 1): {("u", 0): 3}}
-    assert waiting_for_others(fresh, stored, ends) == {("t", 2), ("t", 3)}
-    assert waiting_for_others(fresh, stored | {("t", 0): StoredOffset("id", 6)}, ends) == set()
-    assert waiting_for_others(fresh, {}, ends) == set()
+    ends = {("t", 0): 6, ("t", 1): 9}
+    assert unreached(ends, stored)
+    assert not unreached({("u", 0): 3}, stored)
+    assert not unreached({}, stored)
+    assert not unreached(ends, stored | {("t", 0): StoredOffset("id", 6)})
+    assert not unreached(ends, {})
 
 
 def test_partitions_are_read_to_the_lowest_ends_that_not_all_have_reached():

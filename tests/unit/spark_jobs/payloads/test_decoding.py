@@ -17,7 +17,7 @@ from outbox.consumer.errors import JobError
 from spark_jobs.payloads import json_text as json_payload
 from spark_jobs.payloads.decoding import Json
 from spark_jobs.payloads.json_text import decimal_that_fits, parse, variant_reader
-from spark_jobs.payloads.reading import Policy, Problem, columns
+from spark_jobs.payloads.reading import Policy, Problem, Wrong, columns
 
 FIELDS = t.StructType(
     [
@@ -342,12 +342,14 @@ def test_any_bytes_give_a_row_or_a_problem(value):
 )
 def test_a_decimal_fits_exactly_or_not_at_all(value, size):
     precision, scale = size
-    fitting = decimal_that_fits(value, precision, scale)
     digits = Fraction(value) * 10**scale
-    assert (fitting is not None) == (digits.denominator == 1 and abs(digits) < 10**precision)
-    if fitting is not None:
+    if digits.denominator == 1 and abs(digits) < 10**precision:
+        fitting = decimal_that_fits("f", value, precision, scale)
         assert fitting == value
         assert pa.array([fitting], pa.decimal128(precision, scale))[0].as_py() == value
+    else:
+        with pytest.raises(Wrong, match=rf"^field f: does not fit decimal\({precision},{scale}\)$"):
+            decimal_that_fits("f", value, precision, scale)
 
 
 @pytest.mark.parametrize(

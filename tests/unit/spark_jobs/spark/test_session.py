@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import asdict, replace
 
 import pytest
+from pyspark.sql import Row
 
 from outbox.consumer.errors import EffectFailed
 from spark_jobs.driver.partition_attempts import reported
+from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.spark import session
+from spark_jobs.task.partition import REPORT, TaskResult
 
 GIVEN = (*session._JAVA_OPTIONS, "SPARK_CONF_DIR", "SPARK_HOME")
 
@@ -48,8 +51,9 @@ def test_spark_s_own_configuration_is_not_contradicted(monkeypatch, tmp_path):
 
 
 def test_one_partition_is_told_of_by_one_task():
-    told = {"outcome": "applied", "read": 2, "size": 9, "fresh": 1, "behind": 0, "detail": "", "committed": None}
-    rows = [SimpleNamespace(topic="t", part=part, **told) for part in (0, 1)]
-    assert {place: one.read for place, one in reported(rows).items()} == {("t", 0): 2, ("t", 1): 2}
+    told = TaskResult(RangeOutcome.APPLIED, read=2, fresh=1, detail="x", behind=3, size=9, committed=1.5)
+    row = Row(*[column.partition(" ")[0] for column in REPORT.split(", ")])
+    rows = [row("t", part, *asdict(told).values()) for part in (0, 1)]
+    assert reported(rows) == {("t", 0): told, ("t", 1): told}
     with pytest.raises(EffectFailed, match="t-1: two tasks had rows of it"):
-        reported([*rows, SimpleNamespace(**vars(rows[1]) | {"outcome": "already"})])
+        reported([*rows, row("t", 1, *asdict(replace(told, outcome=RangeOutcome.ALREADY)).values())])
