@@ -26,6 +26,7 @@ from outbox.testing.fixtures import Topics
 from relay import insights
 from relay.cli.app import app
 from relay.insights import COUNTED
+from relay.pipeline import overview, topics
 
 __all__ = ["order"]
 
@@ -148,6 +149,7 @@ def test_a_missing_dead_letter_topic_that_a_copy_waits_for(status, outbox_postgr
 
 def test_a_kafka_that_does_not_answer_while_events_wait(status, outbox_postgres, monkeypatch):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    monkeypatch.setattr(topics, "_SECONDS", 2.0)
     execute(
         outbox_postgres.url, "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')"
     )
@@ -220,8 +222,9 @@ def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
     assert "totals" in status.run()[1]
 
 
-def test_what_can_not_be_seen_says_why_and_hides_nothing_else(status, outbox_postgres, monkeypatch, outbox_kafka):
+def test_what_can_not_be_seen_says_why_and_hides_nothing_else(status, outbox_postgres, monkeypatch):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    monkeypatch.setattr(overview, "_KAFKA_SECONDS", 1.0)
     put(outbox_postgres.url, "consumer.groups")
     put(outbox_postgres.url, "consumer.offsets", next_offset=5)
     found = status.look()
