@@ -78,16 +78,6 @@ def test_a_rule_that_keeps_rows_is_an_error(lane):
             source.flush()
 
 
-def test_at_most_once_sends_nothing_that_a_trigger_keeps(lane):
-    lane.add("a1")
-    lane.admin.execute(KEEP("events"))
-    source = lane.deleting_source()
-    with pytest.raises(StandingError, match="rows can't be deleted"):
-        source.fetch(10)
-    source.close()
-    assert (lane.lost, left(lane)) == ([], ["a1"])
-
-
 @pytest.mark.parametrize("router", [BLOCK, SKIP], ids=["block", "skip"])
 def test_a_dead_event_that_a_trigger_keeps_is_reported_and_a_row_of_a_child_is_left_alone(lane, router):
     """It would be refused for ever, without a dead letter; or its key wait for one that is not there."""
