@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import psycopg
@@ -14,7 +15,7 @@ from audit_support import EVENTS, Pipeline, an_id
 from confluent_kafka import Producer
 from psycopg.conninfo import conninfo_to_dict
 from reconcile_support import other_program
-from rows_and_roles import bury, put
+from rows_and_roles import bury, outbox, put
 from spans import relay
 from support import order, wait_until, write
 from typer.testing import CliRunner
@@ -370,17 +371,13 @@ def test_a_writer_can_not_read_its_key_and_writes_also_where_there_is_none(outbo
 
 
 def test_it_is_turned_on_and_off_once(outbox_postgres):
-    def switch(word: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["db", "ledger", word], env={"OUTBOX_DATABASE_URL": outbox_postgres.url})
-        return done.exit_code, done.output
-
-    assert switch("off") == (1, "outbox: the ledger is off\n")
-    assert switch("on")[0] == 0
-    assert switch("on") == (1, "outbox: the ledger is on already\n")
-    check = CliRunner().invoke(app, ["db", "check"], env={"OUTBOX_DATABASE_URL": outbox_postgres.url})
-    assert check.exit_code == 0, check.output
-    assert switch("off")[0] == 0
-    assert switch("maybe")[0] == 2
+    switch = partial(outbox, outbox_postgres.url, "db", "ledger")
+    assert switch("off", status=1) == "outbox: the ledger is off\n"
+    switch("on")
+    assert switch("on", status=1) == "outbox: the ledger is on already\n"
+    outbox(outbox_postgres.url, "db", "check")
+    switch("off")
+    switch("maybe", status=2)
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         assert not prune(connection, "outbox", 1)
         assert connection.execute("SELECT count(*) FROM pg_trigger WHERE tgname = 'outbox_ledger'").fetchone() == (0,)
