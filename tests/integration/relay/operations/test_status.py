@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -21,10 +22,12 @@ from support import drained, look_up, order, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox.consumer import connections
 from outbox.event import DEAD_LETTER
 from outbox.testing.fixtures import Topics
 from relay import insights
 from relay.cli.app import app
+from relay.config import load
 from relay.insights import COUNTED
 from relay.pipeline import overview, topics
 
@@ -265,6 +268,21 @@ def test_watching_keeps_its_sessions(outbox_postgres, outbox_kafka):
         assert counting.opened == 2
     assert looks[0]["outbox"]["written_per_second"] is None
     assert looks[4]["outbox"]["written_per_second"] == 0.0
+
+
+def test_sessions_that_are_kept_are_replaced_after_some_minutes(outbox_postgres, outbox_kafka, monkeypatch):
+    """They may be open for days, and the server's name leads to another one by then: test_connections_failover.py."""
+    passed = 0.0
+    monkeypatch.setattr(connections, "_clock", lambda: time.monotonic() + passed)
+    with Counting(outbox_postgres.url) as counting:
+        settings = load(database_url=counting.url, kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers})
+        with closing(overview.Reader(settings)) as reader:
+            reader.read(None)
+            reader.read(None)
+            assert counting.opened == 2
+            passed += connections.MAX_AGE_SECONDS
+            assert reader.read(None).unseen == {}
+            assert counting.opened == 4
 
 
 def test_problems_are_seen_on_a_small_terminal(outbox_postgres, outbox_kafka):
