@@ -24,8 +24,8 @@ OF_LANE = "SELECT count(*) FROM outbox.events WHERE lane = %s"
 
 @pytest.fixture
 def short_waits(monkeypatch):
-    """A statement waits so long for a lock, and not ten times as long."""
-    monkeypatch.setattr(relay.database, "_LOCK_SECONDS", 1)
+    """A statement waits for a lock for a moment, and not for ten seconds."""
+    monkeypatch.setattr(relay.database, "_LOCK_SECONDS", 0.3)
 
 
 LOCK = "SELECT FROM outbox.events WHERE id = (SELECT min(id) FROM outbox.events WHERE lane = 0) FOR UPDATE"
