@@ -16,7 +16,7 @@ from wal_support import to_wal, wal
 
 from outbox import Event
 from outbox.sandbox._ports import free_ports
-from relay import sessions
+from relay import sessions, wiring
 from relay.core.ports import DatabaseUnavailable
 from relay.sessions import RelayConnector
 
@@ -36,6 +36,21 @@ def later(monkeypatch):
     return let
 
 
+@pytest.fixture
+def looks(monkeypatch) -> list[float]:
+    """When relays have looked where the name leads; they do it often here."""
+    found: list[float] = []
+    look = RelayConnector.look
+
+    def noting(self: RelayConnector) -> None:
+        look(self)
+        found.append(time.monotonic())
+
+    monkeypatch.setattr(RelayConnector, "look", noting)
+    monkeypatch.setattr(wiring, "_WATCH_SECONDS", 0.2)
+    return found
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -43,7 +58,9 @@ def later(monkeypatch):
         pytest.param("wal", marks=needs_failover_slots),
     ],
 )
-def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(private_postgres, outbox_kafka, later, wal, source):
+def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(
+    private_postgres, outbox_kafka, later, looks, wal, source
+):
     primary = private_postgres({"wal_level": "logical"})
     database = private_postgres.database(primary)
     former, address = database.url, urlsplit(database.url)
@@ -62,6 +79,9 @@ def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(private_postgre
         with relay(SimpleNamespace(url=url), outbox_kafka, **settings):
             publish(former, "before")
             later()
+            before = len(looks)
+            # The first one may have begun before.
+            wait_until(lambda: len(looks) > before + 1, what="a look")
             publish(former, "still here")
             if source == "wal":
                 standby.await_slot(wal["wal__slot"])
