@@ -87,7 +87,7 @@ def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, 
     assert (outbox["backlog"], outbox["exact"], outbox["relays"]) == (1_000, True, [])
     assert sum(lane["events"] for lane in outbox["lanes"]) == 1_000
     assert 0 < outbox["oldest_seconds"] < 60
-    relay = outbox_relay(relay__lease_seconds=5)
+    relay = outbox_relay(relay__lease_seconds=2)
     drained(url)
 
     def well() -> dict[str, Any] | None:
@@ -100,7 +100,7 @@ def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, 
     (one,) = outbox["relays"]
     assert (one["alive"], one["lanes"], one["source"]) == (True, [0, 1, 2, 3], "polling")
     assert {lane["owner"] for lane in outbox["lanes"]} == {one["instance"]}
-    assert all(0 < lane["lease_seconds"] <= 5 for lane in outbox["lanes"])
+    assert all(0 < lane["lease_seconds"] <= 2 for lane in outbox["lanes"])
     # Killed: its lanes are nobody's when the leases have run out, which the next one waits for.
     relay.kill()
     wait_until(lambda: "no relay is running" in status.look()["problems"], what="the relay to be missed")
