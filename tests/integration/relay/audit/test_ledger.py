@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import psycopg
@@ -14,7 +15,7 @@ from audit_support import EVENTS, Pipeline, an_id
 from confluent_kafka import Producer
 from psycopg.conninfo import conninfo_to_dict
 from reconcile_support import other_program
-from rows_and_roles import bury, put
+from rows_and_roles import bury, outbox, put
 from spans import relay
 from support import order, wait_until, write
 from typer.testing import CliRunner
@@ -159,11 +160,12 @@ def test_a_difference_that_the_former_topics_were_not_compared_for_stays(ledger,
     assert any("were not compared one by one" in note for note in found["notes"]) == (why == "limit")
 
 
-def test_a_former_topic_of_a_hundred_thousand_events_beside_another_outbox(ledger, monkeypatch):
+def test_a_former_topic_of_many_events_beside_another_outbox(ledger, monkeypatch):
     """The other one is in the same database, with the same source, and the group reads its topic too.
 
     It has given up every fourth message, and in the last minute more are repeated than are named.
     """
+    monkeypatch.setattr(findings, "AT_ONCE", 30_000)
     ledger.run("DELETE FROM outbox.published")
     monkeypatch.setenv("OUTBOX_SCHEMA", "neighbour")
     for words in (["db", "upgrade"], ["db", "ledger", "on"]):
@@ -172,15 +174,15 @@ def test_a_former_topic_of_a_hundred_thousand_events_beside_another_outbox(ledge
     moved, other = (ledger.kafka.create_topic(ledger.kafka.name(name).lower(), 1) for name in ("moved", "other"))
     options = {"bootstrap.servers": ledger.kafka.bootstrap_servers, "queue.buffering.max.messages": 300_000}
     producer, ids = Producer(options), {}
-    # Two milliseconds apart.
+    # Seven milliseconds apart.
     event_id = (
-        "(lpad(to_hex((extract(epoch FROM now() - interval '10 minutes') * 1000)::bigint + n * 2), 12, '0') "
+        "(lpad(to_hex((extract(epoch FROM now() - interval '10 minutes') * 1000)::bigint + n * 7), 12, '0') "
         "|| '70008000' || lpad(to_hex(n), 12, '0'))::uuid"
     )
     for schema, topic in (("outbox", ledger.topic), ("neighbour", other)):
         ledger.run(
             f"INSERT INTO {schema}.events (event_id, aggregate_type, aggregate_id, event_type) "
-            f"SELECT {event_id}, '{ledger.kind}', 'k', 'E' FROM generate_series(1, 100000) AS n"
+            f"SELECT {event_id}, '{ledger.kind}', 'k', 'E' FROM generate_series(1, 30000) AS n"
         )
         ids[schema] = [str(one) for (one,) in ledger.rows(f"SELECT event_id FROM {schema}.events ORDER BY event_id")]
         ledger.run(f"DELETE FROM {schema}.events")
@@ -197,7 +199,7 @@ def test_a_former_topic_of_a_hundred_thousand_events_beside_another_outbox(ledge
         f"FROM g CROSS JOIN unnest(ARRAY['{ledger.topic}', '{moved}', '{other}']) AS topic; "
         "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
         "SELECT grp, topic, topic_id, part, n, n + 1, 'given-up', 'd' "
-        f"FROM consumer.offsets CROSS JOIN generate_series(0, 100000, 4) AS n WHERE topic <> '{moved}'"
+        f"FROM consumer.offsets CROSS JOIN generate_series(0, 30000, 4) AS n WHERE topic <> '{moved}'"
     )
     monkeypatch.setenv("OUTBOX_ROUTES", json.dumps({ledger.kind: {"topic": moved}}))
     status, found = ledger.audit()
@@ -370,17 +372,13 @@ def test_a_writer_can_not_read_its_key_and_writes_also_where_there_is_none(outbo
 
 
 def test_it_is_turned_on_and_off_once(outbox_postgres):
-    def switch(word: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["db", "ledger", word], env={"OUTBOX_DATABASE_URL": outbox_postgres.url})
-        return done.exit_code, done.output
-
-    assert switch("off") == (1, "outbox: the ledger is off\n")
-    assert switch("on")[0] == 0
-    assert switch("on") == (1, "outbox: the ledger is on already\n")
-    check = CliRunner().invoke(app, ["db", "check"], env={"OUTBOX_DATABASE_URL": outbox_postgres.url})
-    assert check.exit_code == 0, check.output
-    assert switch("off")[0] == 0
-    assert switch("maybe")[0] == 2
+    switch = partial(outbox, outbox_postgres.url, "db", "ledger")
+    assert switch("off", status=1) == "outbox: the ledger is off\n"
+    switch("on")
+    assert switch("on", status=1) == "outbox: the ledger is on already\n"
+    outbox(outbox_postgres.url, "db", "check")
+    switch("off")
+    switch("maybe", status=2)
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         assert not prune(connection, "outbox", 1)
         assert connection.execute("SELECT count(*) FROM pg_trigger WHERE tgname = 'outbox_ledger'").fetchone() == (0,)

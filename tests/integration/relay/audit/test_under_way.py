@@ -81,11 +81,11 @@ def test_what_is_scheduled_in_other_minutes_costs_nothing(pipeline):
 
 def test_a_transaction_that_is_open_may_bring_events_of_a_minute(pipeline, tmp_path, monkeypatch):
     """Since when it is open is not shown to each role: then of any minute."""
-    monkeypatch.setattr(transactions, "_WAIT_SECONDS", 1.0)
     pipeline.sent()
     file = tmp_path / "certificate"
     with pipeline.operator() as theirs:
-        with psycopg.connect(pipeline.database.url) as writer:
+        with psycopg.connect(pipeline.database.url) as writer, monkeypatch.context() as hurried:
+            hurried.setattr(transactions, "_WAIT_SECONDS", 0.3)
             Outbox().add(writer, Event(pipeline.kind, "key", "Placed", {}, event_id=an_id(0)))
             assert certified(pipeline, file) == ({"equal"}, EVENTS)
             assert any("a transaction is open since" in note for note in notes(pipeline))

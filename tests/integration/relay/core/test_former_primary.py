@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -16,13 +15,9 @@ from support import backlog, wait_until, write
 from wal_support import to_wal, wal
 
 from outbox import Event
-from outbox._app.migrate import upgrade_consumer
-from outbox.consumer import connections
 from outbox.sandbox._ports import free_ports
-from relay import sessions
-from relay.config import load
+from relay import sessions, wiring
 from relay.core.ports import DatabaseUnavailable
-from relay.pipeline.overview import Reader
 from relay.sessions import RelayConnector
 
 __all__ = ["wal"]
@@ -41,6 +36,21 @@ def later(monkeypatch):
     return let
 
 
+@pytest.fixture
+def looks(monkeypatch) -> list[float]:
+    """When relays have looked where the name leads; they do it often here."""
+    found: list[float] = []
+    look = RelayConnector.look
+
+    def noting(self: RelayConnector) -> None:
+        look(self)
+        found.append(time.monotonic())
+
+    monkeypatch.setattr(RelayConnector, "look", noting)
+    monkeypatch.setattr(wiring, "_WATCH_SECONDS", 0.2)
+    return found
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -48,7 +58,9 @@ def later(monkeypatch):
         pytest.param("wal", marks=needs_failover_slots),
     ],
 )
-def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(private_postgres, outbox_kafka, later, wal, source):
+def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(
+    private_postgres, outbox_kafka, later, looks, wal, source
+):
     primary = private_postgres({"wal_level": "logical"})
     database = private_postgres.database(primary)
     former, address = database.url, urlsplit(database.url)
@@ -67,6 +79,9 @@ def test_a_relay_goes_over_to_the_server_to_which_the_name_leads(private_postgre
         with relay(SimpleNamespace(url=url), outbox_kafka, **settings):
             publish(former, "before")
             later()
+            before = len(looks)
+            # The first one may have begun before.
+            wait_until(lambda: len(looks) > before + 1, what="a look")
             publish(former, "still here")
             if source == "wal":
                 standby.await_slot(wal["wal__slot"])
@@ -109,31 +124,3 @@ def test_a_session_stays_on_its_server_while_a_new_one_finds_that_a_standby_or_n
                 kept.execute("SELECT 1")
         with connect() as opened:
             assert opened.execute("SELECT inet_server_port()").fetchone() == (standby.port,)
-
-
-def test_the_overview_goes_over_to_the_server_to_which_the_name_leads(private_postgres, outbox_kafka, monkeypatch):
-    """It is the page's and that of `outbox status --watch`, whose sessions may be open for days."""
-    passed = 0.0
-    monkeypatch.setattr(connections, "_clock", lambda: time.monotonic() + passed)
-    primary = private_postgres({"wal_level": "logical"})
-    database = private_postgres.database(primary)
-    upgrade_consumer(database.url)
-    servers = {"bootstrap.servers": outbox_kafka.bootstrap_servers}
-    address = urlsplit(database.url)
-    with Standby(primary) as standby, TcpProxy("127.0.0.1", primary.port) as name:
-        url = database.url.replace(f"{address.hostname}:{address.port}", name.address)
-        with closing(Reader(load(database_url=url, kafka=servers))) as reader:
-            seen = [reader.read(None)]
-            wait_until(standby.caught_up, what="the standby")
-            standby.promote()
-            name.lead_to(standby.port)
-            new = standby.url(database.name)
-            write(new, [Event("Order", "k", "T", {})])
-            with psycopg.connect(new, autocommit=True) as connection:
-                connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'me')")
-                connection.execute("INSERT INTO consumer.offsets VALUES ('g', 't', 0, 'id', 1, 1)")
-            seen.append(reader.read(None))
-            passed += connections.MAX_AGE_SECONDS
-            seen.append(reader.read(None))
-    assert [one.outbox and one.outbox.backlog for one in seen] == [0, 0, 1]
-    assert [[group.group for group in one.groups] for one in seen] == [[], [], ["g"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from polling_support import clock_back, table, taken
@@ -20,15 +21,12 @@ def test_two_that_reach_for_lanes_at_once_never_get_the_same(outbox_postgres):
 
     def reach(number: int) -> None:
         mine = table(outbox_postgres, f"r{number}")
-        barrier.wait()
+        barrier.wait(30)
         while leases := mine.acquire(1):
             found.extend((lease.lane, lease.epoch) for lease in leases)
 
-    threads = [threading.Thread(target=reach, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(reach, range(4)))
     assert sorted(found) == [(0, 1), (1, 1), (2, 1), (3, 1)]
 
 

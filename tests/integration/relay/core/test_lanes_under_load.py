@@ -5,15 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from functools import partial
 
 import psycopg
 import pytest
+from rows_and_roles import outbox
 from support import Load, await_stops, backlog, check, drained, ends, look_up, numbers_by_key, wait_until, write
-from typer.testing import CliRunner
 
 from outbox import Event, SchemaError
 from outbox._app import migrate as db
-from relay.cli.app import app
 from relay.failpoints import VARIABLE
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.wal.lane_hash import lane_of
@@ -27,20 +27,21 @@ def published(url: str) -> None:
 
 
 def test_relays_stop_and_writers_do_not(outbox_postgres, outbox_kafka, outbox_relay):
+    """To fewer lanes; to more: test_not_while_it_is_unknown_what_is_on_kafka and test_a_blocked_key_goes_along."""
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
     settings = {"delivery": "exactly-once", "name": outbox_kafka.name("outbox"), "relay__batch_size": 50}
+    db.change_lanes(url, 7)
     with Load(url, kind) as load:
-        for lanes in (7, 2):
-            relays = [outbox_relay(**settings) for _ in range(2)]
-            load.more(300)
-            published(url)
-            for relay in relays:
-                ends(relay)
-            load.more(200)
-            assert backlog(url) > 0
-            db.change_lanes(url, lanes)
-            load.more(100)
+        relays = [outbox_relay(**settings) for _ in range(2)]
+        load.more(300)
+        published(url)
+        for relay in relays:
+            ends(relay)
+        load.more(200)
+        assert backlog(url) > 0
+        db.change_lanes(url, 2)
+        load.more(100)
         outbox_relay(**settings)
         load.drain()
     assert look_up(url, "SELECT count(*) FROM outbox.lanes") == [(2,)]
@@ -94,24 +95,16 @@ def test_not_after_a_restore_that_has_lost_commits(outbox_postgres, outbox_kafka
         connection.execute(
             "UPDATE outbox.lanes AS l SET last_batch = s.last_batch FROM saved_lanes AS s WHERE s.lane = l.lane"
         )
-    environment = {
-        "OUTBOX_DATABASE_URL": url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
-        "OUTBOX_NAME": name,
-    }
-    done = CliRunner().invoke(app, ["db", "lanes", "7"], env=environment)
-    assert done.exit_code == 1
-    assert way_out in done.output
+    command = partial(outbox, url, kafka__bootstrap_servers=outbox_kafka.bootstrap_servers, name=name)
+    assert way_out in command("db", "lanes", "7", status=1)
     assert look_up(url, "SELECT count(*) FROM outbox.lanes") == [(4,)]
-    repaired = CliRunner().invoke(app, ["relay", "reconcile", "--apply", "--reason", "restored"], env=environment)
-    assert repaired.exit_code == 0, repaired.output
+    command("relay", "reconcile", "--apply", "--reason", "restored")
     relay = outbox_relay(**settings)
     drained(url)
     relay.wait_for_log("lanes acquired")
     ends(relay)
     for lanes in ("7", "5"):
-        done = CliRunner().invoke(app, ["db", "lanes", lanes], env=environment)
-        assert done.exit_code == 0, done.output
+        command("db", "lanes", lanes)
     outbox_relay(**settings)
     drained(url)
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
@@ -123,15 +116,7 @@ def test_not_on_after_postgres_went_back_to_when_their_number_had_changed(outbox
     url, kind, name = outbox_postgres.url, outbox_kafka.name("Order"), outbox_kafka.name("outbox")
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
     settings = {"delivery": "exactly-once", "name": name, "relay__batch_size": 2, "log_format": "json"}
-    environment = {
-        "OUTBOX_DATABASE_URL": url,
-        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
-        "OUTBOX_NAME": name,
-    }
-
-    def command(*words: str) -> None:
-        done = CliRunner().invoke(app, words, env=environment)
-        assert done.exit_code == 0, done.output
+    command = partial(outbox, url, kafka__bootstrap_servers=outbox_kafka.bootstrap_servers, name=name)
 
     def publish() -> None:
         relay = outbox_relay(**settings)

@@ -8,20 +8,16 @@ from typing import Any
 
 import psycopg
 from counting import Counting
-from loop_fakes import Broker, OnePublisher, Watcher, all_of
+from loop_fakes import all_of
 from pause_rig import LANE, ORDERS, Rig, url
 from pause_support import pause, read, resume
-from polling_support import add, polling, source, table, taken
+from polling_support import add, source, table, taken
 from support import look_up, wait_until
 
-from relay.core.lane import LoopSettings
-from relay.core.lease import HeldLanes
-from relay.core.loop import WorkerLoop
-from relay.core.pauses import ALL, CurrentPauses, Pauses
+from relay.core.pauses import ALL, Pauses
 from relay.lanes import LaneTable
 from relay.polling import low_water_mark, reader
 from relay.supervisor import Supervisor
-from relay.wal.lane_hash import lane_of
 
 __all__ = ["url"]
 
@@ -154,39 +150,3 @@ def test_what_is_left_out_is_not_visited_by_each_read(outbox_postgres, url, monk
         wait_until(passed, what="the mark to rise")
         one.source.leave_out(frozenset())
         assert len(one.fetch(100)) == 40
-
-
-def test_a_loop_with_its_own_pauses_reads_what_is_not_paused(outbox_postgres, url):
-    """The loop alone, over a real source: a lane is paused and resumed between turns."""
-    add(outbox_postgres, *(f"k{number}" for number in range(40)))
-    held, current, broker = HeldLanes(), CurrentPauses(), Broker()
-    held.give(table(outbox_postgres, "me").acquire(4))
-    loop = WorkerLoop(
-        lambda: polling(url),
-        lambda _source: OnePublisher(broker),
-        held=held,
-        stop=threading.Event(),
-        observer=Watcher(),
-        settings=LoopSettings(batch_size=3),
-        pauses=current,
-    )
-    try:
-        assert loop._turn()
-        before = len(broker.turns)
-        current.now = Pauses(numbers=frozenset({1}), lanes=frozenset({1}))
-        while loop._turn():
-            pass
-        assert all(1 not in turn for turn in broker.turns[before:])
-        assert current.obeyed is current.now
-        # What was sent of it is settled all the same.
-        sent = sum(len(turn.get(1, ())) for turn in broker.turns)
-        kept = look_up(url, "SELECT count(*) FROM outbox.events WHERE lane = 1")[0][0]
-        total = sum(lane_of("Order", f"k{number}", 4) == 1 for number in range(40))
-        assert (kept + sent, kept > 0) == (total, True)
-        current.now = Pauses()
-        while loop._turn():
-            pass
-        assert len(broker.log) == len(set(broker.log)) == 40
-    finally:
-        loop._finish()
-        loop._close()

@@ -3,7 +3,7 @@
 Each scenario is run with the code as it is, which keeps the promise, here or in another test, and with a mutation,
 which must break just the invariant of docs/explanation/protocol.tla that is named: an event is on the topic more than
 once, or it is on no topic, and its row is gone, or passed by. Mutations that need processes, crashes or time are in
-acceptance/test_mutations.py.
+acceptance/test_mutations.py; the last two are in settle/test_late_commits.py. Others: tests/mutants/table.py.
 
 | mutation                | the mistake                                                                           |
 |-------------------------|---------------------------------------------------------------------------------------|
@@ -13,14 +13,12 @@ acceptance/test_mutations.py.
 | id_not_checked          | settling does not expect the own id in the lane's row                                  |
 | batch_not_expected      | settling does not expect last_batch                                                    |
 | no_epoch                | no statement asks whose lane it is: leases are not read after producers were made anew |
-| no_owner                | a lease is known by its epoch alone                                                    |
 | marker_remembered       | after an unknown commit the worker goes on from the marker it remembers                |
 | adopt_without_settling  | taking over does not delete the marker's rows                                          |
 | no_marker               | a turn is committed without its markers                                                |
 | null_while_open         | a lane is released as clean while the worker may still commit events of it             |
 | ack_before_it_came      | what is queued counts as acknowledged                                                  |
 | mark_past_a_transaction | the low-water mark does not wait for open transactions                                 |
-| never_suspicious        | every commit counts as clean, however long it took                                     |
 | used_again              | after a commit that was not clean the worker goes on with the same producers           |
 | first_markers_unseen    | whether the commit of the lanes' first markers was clean is not looked at              |
 """
@@ -35,7 +33,7 @@ import psycopg
 import pytest
 from guard_support import Mutate, as_it_is, drop_lost, verdict, work
 from invariants import Invariant
-from takeover_support import LANES, Place, Worker, place
+from takeover_support import LANES, Place, place
 
 from outbox import Event, Outbox
 from relay import lanes as lanes_module
@@ -45,7 +43,6 @@ from relay.kafka import takeover
 from relay.kafka.producer import BatchProducer
 from relay.kafka.takeover import Takeover
 from relay.kafka.transactional import TransactionalPublisher
-from relay.lanes import LaneTable
 from relay.polling import low_water_mark
 from relay.polling.reader import LaneReader
 from relay.polling.takeover import RowTakeover
@@ -110,19 +107,7 @@ def postgres_forgets_a_settlement(place: Place) -> None:
 
 def a_zombie_begins_anew(place: Place) -> None:
     """A worker is fenced, makes new producers and goes on, while its heir has a turn in hand."""
-    begins_anew(place, place.joined("a"), place.joined("b"))
-
-
-def two_under_one_epoch(place: Place) -> None:
-    """As above, and the heir has the same epoch: a failover has lost the commit of the former's take-over."""
-    tables = place.tables
-    former = place.joined("a")
-    tables.run("UPDATE outbox.lanes SET epoch = epoch - 1, owner = NULL")
-    tables.table = LaneTable(tables.table._connection, "outbox", "heir", "0", 600.0)
-    begins_anew(place, former, place.joined("b"))
-
-
-def begins_anew(place: Place, former: Worker, heir: Worker) -> None:
+    former, heir = place.joined("a"), place.joined("b")
     batches = heir.in_hand()
     former.publisher.close()
     former.publisher = former.new_publisher()
@@ -228,11 +213,6 @@ def no_epoch(patch: pytest.MonkeyPatch) -> None:
     id_not_checked(patch)
 
 
-def no_owner(patch: pytest.MonkeyPatch) -> None:
-    replaced(patch, statements, "OURS", " AND l.owner = %(owner)s", "")
-    id_not_checked(patch)
-
-
 def marker_remembered(patch: pytest.MonkeyPatch) -> None:
     real = TransactionalPublisher.join
     remembered: dict[tuple[str, int], Any] = {}
@@ -275,8 +255,7 @@ def mark_past_a_transaction(patch: pytest.MonkeyPatch) -> None:
 
 
 # As they are, the others run in these tests: both of overtaken, an_answer_is_lost and a_kill_after_the_commit in
-# kafka/test_takeover.py, two_under_one_epoch in kafka/test_equal_epochs.py, a_late_commit in
-# polling/test_low_water_mark.py.
+# kafka/test_takeover.py, a_late_commit in polling/test_low_water_mark.py.
 CASES: list[tuple[Callable[[Place], None], Mutate, set[Invariant]]] = [
     (overtaken_with_the_first_producer, no_fence, {Invariant.NO_DOUBLE}),
     (overtaken_with_the_second_producer, fence_first_only, {Invariant.NO_DOUBLE}),
@@ -288,7 +267,6 @@ CASES: list[tuple[Callable[[Place], None], Mutate, set[Invariant]]] = [
     (postgres_forgets_a_settlement, batch_not_expected, {Invariant.NO_DOUBLE}),
     (a_zombie_begins_anew, as_it_is, set()),
     (a_zombie_begins_anew, no_epoch, {Invariant.NO_DOUBLE}),
-    (two_under_one_epoch, no_owner, {Invariant.NO_DOUBLE}),
     (an_answer_is_lost, marker_remembered, {Invariant.NO_DOUBLE}),
     (a_kill_after_the_commit, adopt_without_settling, {Invariant.NO_DOUBLE}),
     (a_kill_after_the_commit, no_marker, {Invariant.NO_DOUBLE}),

@@ -12,12 +12,11 @@ from cloudevents.core.bindings.kafka import KafkaMessage, from_binary_event
 from cloudevents.core.formats.json import JSONFormat
 from confluent_kafka import TIMESTAMP_CREATE_TIME, Message
 from docs_support import ROOT, blocks
+from rows_and_roles import outbox
 from support import drained, wait_until
-from typer.testing import CliRunner
 
 from outbox import Event, Outbox
 from outbox._app.choices import HeaderSet
-from relay.cli.app import app
 from relay.core.ports import Claim
 from relay.kafka.headers import MessageHeaders
 from relay.kafka.routing import Router
@@ -120,9 +119,7 @@ def test_the_records_are_those_of_the_page(outbox_postgres, outbox_kafka, outbox
     assert (headers["ce_type"], headers["ce_time"]) == ("OrderPhotographed", "2026-11-23T09:15:04.128317Z")
     assert (headers["idempotency-key"], headers["ce_subject"]) == ("photo 1", "photo-1")
 
-    address = {"OUTBOX_DATABASE_URL": outbox_postgres.url}
-    asked = CliRunner().invoke(app, ["replay", "--event-id", expected["headers"][1]["ce_id"], "--yes"], env=address)
-    assert asked.exit_code == 0, asked.output
+    outbox(outbox_postgres.url, "replay", "--event-id", expected["headers"][1]["ce_id"], "--yes")
     replayed = wait_until(lambda: outbox_kafka.consume(topic)[5:], what="the replay")
     [again] = map(record, replayed)
     mark = again["headers"].pop()

@@ -277,7 +277,7 @@ def pages(admin: psycopg.Connection[Any], table: str) -> int:
     return admin.execute("SELECT pg_relation_size(%s::regclass) / 8192", (table,)).fetchone()[0]
 
 
-def test_what_waits_for_an_operator(watched):
+def test_what_waits_for_an_operator(watched, monkeypatch):
     """Dead letters that are not retried, losses that are not accepted, stuck calls; also while Kafka is away."""
     waiting = Waiting(watched.admin)
     watched.look()
@@ -298,6 +298,7 @@ def test_what_waits_for_an_operator(watched):
     assert watched.waiting() == (0, 1, 0)
     assert firing(collected(watched.registry)) & alerts == {"ConsumerLosses"}
     waiting.dead(1)
+    monkeypatch.setattr(groups, "_KAFKA_SECONDS", 1.0)
     watched.start(servers="127.0.0.1:1")
     watched.look()
     assert (watched.waiting(), watched.value("lag_messages", topic=watched.topic)) == ((1, 1, 0), None)

@@ -176,12 +176,12 @@ def test_a_command_that_is_killed_has_done_whole_batches_and_the_next_one_does_t
 
 
 def test_large_payloads_are_kept_whole_and_take_smaller_batches(box, monkeypatch):
-    """40 × 1 MB that don't compress, each of which takes a while on any machine: one batch would pass the limit."""
+    """20 × 1 MB that don't compress, each of which takes a while on any machine: one batch would pass the limit."""
     limits = dead_letters._LIMITS.replace("'statement_timeout', '120s'", "'statement_timeout', '1500ms'")
     monkeypatch.setattr(dead_letters, "_LIMITS", limits)
     box.admin.execute(
         "CREATE FUNCTION outbox.delay() RETURNS trigger LANGUAGE plpgsql AS"
-        " 'BEGIN PERFORM pg_sleep(0.05); RETURN OLD; END'"
+        " 'BEGIN PERFORM pg_sleep(0.1); RETURN OLD; END'"
     )
     box.admin.execute(
         "CREATE TRIGGER delay BEFORE DELETE ON outbox.dead_letters FOR EACH ROW EXECUTE FUNCTION outbox.delay()"
@@ -190,15 +190,15 @@ def test_large_payloads_are_kept_whole_and_take_smaller_batches(box, monkeypatch
         "INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload_bytes,"
         " created_at, attempts, last_error, first_failed_at)"
         " SELECT 0, g, gen_random_uuid(), 'Order', 'k', 'T', (SELECT string_agg(sha512((g * 100000 + i)::text::bytea),"
-        " ''::bytea) FROM generate_series(1, 15000) i), now(), 1, 'too large', now() FROM generate_series(1, 40) g"
+        " ''::bytea) FROM generate_series(1, 15000) i), now(), 1, 'too large', now() FROM generate_series(1, 20) g"
     )
     ((size, digest),) = box.rows(
         "SELECT sum(octet_length(payload_bytes)), sum(hashtext(payload_bytes::text)) FROM outbox.dead_letters"
     )
-    assert size == 40 * 15000 * 64
+    assert size == 20 * 15000 * 64
     assert json.loads(box.run("discard", "--all", "--reason", "x", "--json")[0])["locked"] == []
     kept = "SELECT sum(hashtext(decode(details->>'payload_base64', 'base64')::text)), count(*) FROM outbox.audit"
-    assert box.rows(kept) == [(digest, 40)]
+    assert box.rows(kept) == [(digest, 20)]
     assert box.rows("SELECT count(DISTINCT xmin::text) > 1 FROM outbox.audit") == [(True,)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import psycopg
@@ -111,20 +112,16 @@ def test_an_operator_can_not_choose_who_and_when(url, outbox_postgres):
 
 def test_two_commands_at_once(url):
     """The second waits for the first, and finds nothing left to do."""
-    barrier, changed = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
 
-    def reach() -> None:
+    def reach(_: int) -> list[bool]:
         with closing(psycopg.connect(url, autocommit=True)) as connection:
-            barrier.wait()
+            barrier.wait(30)
             changes = pauses.pause(connection, "outbox", [ALL, LANE], None, may_write=Router().may_write)
-            changed.append([change.changed for change in changes])
+            return [change.changed for change in changes]
 
-    threads = [threading.Thread(target=reach) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(changed) == [[False, False]] * 3 + [[True, True]]
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(reach, range(4))) == [[False, False]] * 3 + [[True, True]]
 
 
 def test_the_commands(outbox_postgres, url):

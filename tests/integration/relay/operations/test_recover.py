@@ -393,14 +393,13 @@ def test_a_dead_letter_that_is_locked_is_left_and_named(restored):
     assert restored.run("SELECT count(*) FROM outbox.dead_letters") == [(0,)]
 
 
-@pytest.mark.parametrize("place", ["reconcile.settling=kill", "reconcile.settling=kill@2"])
-def test_it_is_killed_and_run_again(restored, place):
+def test_it_is_killed_and_run_again(restored):
     """Without markers: the lanes' leases end, and nothing is published again."""
     restored.add(0, restored.key, 5)
     restored.publish(restored.rows(1))
     restored.put("scheduled", later := new_id(), ", not_before", ", now() + interval '1 hour'")
     restored.send(later)
-    restored.recover("--reason", "first", status=-signal.SIGKILL, failpoints=place)
+    restored.recover("--reason", "first", status=-signal.SIGKILL, failpoints="reconcile.settling=kill@2")
     restored.recover("--reason", "second")
     assert restored.left() == 0
     assert restored.run("SELECT count(*) FROM outbox.scheduled") == [(0,)]

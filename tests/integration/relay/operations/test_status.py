@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import psycopg
@@ -21,11 +22,14 @@ from support import drained, look_up, order, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox.consumer import connections
 from outbox.event import DEAD_LETTER
 from outbox.testing.fixtures import Topics
 from relay import insights
 from relay.cli.app import app
+from relay.config import load
 from relay.insights import COUNTED
+from relay.pipeline import overview, topics
 
 __all__ = ["order"]
 
@@ -83,7 +87,7 @@ def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, 
     assert (outbox["backlog"], outbox["exact"], outbox["relays"]) == (1_000, True, [])
     assert sum(lane["events"] for lane in outbox["lanes"]) == 1_000
     assert 0 < outbox["oldest_seconds"] < 60
-    relay = outbox_relay(relay__lease_seconds=5)
+    relay = outbox_relay(relay__lease_seconds=2)
     drained(url)
 
     def well() -> dict[str, Any] | None:
@@ -96,7 +100,7 @@ def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, 
     (one,) = outbox["relays"]
     assert (one["alive"], one["lanes"], one["source"]) == (True, [0, 1, 2, 3], "polling")
     assert {lane["owner"] for lane in outbox["lanes"]} == {one["instance"]}
-    assert all(0 < lane["lease_seconds"] <= 5 for lane in outbox["lanes"])
+    assert all(0 < lane["lease_seconds"] <= 2 for lane in outbox["lanes"])
     # Killed: its lanes are nobody's when the leases have run out, which the next one waits for.
     relay.kill()
     wait_until(lambda: "no relay is running" in status.look()["problems"], what="the relay to be missed")
@@ -148,6 +152,7 @@ def test_a_missing_dead_letter_topic_that_a_copy_waits_for(status, outbox_postgr
 
 def test_a_kafka_that_does_not_answer_while_events_wait(status, outbox_postgres, monkeypatch):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    monkeypatch.setattr(topics, "_SECONDS", 2.0)
     execute(
         outbox_postgres.url, "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')"
     )
@@ -220,8 +225,9 @@ def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
     assert "totals" in status.run()[1]
 
 
-def test_what_can_not_be_seen_says_why_and_hides_nothing_else(status, outbox_postgres, monkeypatch, outbox_kafka):
+def test_what_can_not_be_seen_says_why_and_hides_nothing_else(status, outbox_postgres, monkeypatch):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    monkeypatch.setattr(overview, "_KAFKA_SECONDS", 1.0)
     put(outbox_postgres.url, "consumer.groups")
     put(outbox_postgres.url, "consumer.offsets", next_offset=5)
     found = status.look()
@@ -262,6 +268,21 @@ def test_watching_keeps_its_sessions(outbox_postgres, outbox_kafka):
         assert counting.opened == 2
     assert looks[0]["outbox"]["written_per_second"] is None
     assert looks[4]["outbox"]["written_per_second"] == 0.0
+
+
+def test_sessions_that_are_kept_are_replaced_after_some_minutes(outbox_postgres, outbox_kafka, monkeypatch):
+    """They may be open for days, and the server's name leads to another one by then: test_connections_failover.py."""
+    passed = 0.0
+    monkeypatch.setattr(connections, "_clock", lambda: time.monotonic() + passed)
+    with Counting(outbox_postgres.url) as counting:
+        settings = load(database_url=counting.url, kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers})
+        with closing(overview.Reader(settings)) as reader:
+            reader.read(None)
+            reader.read(None)
+            assert counting.opened == 2
+            passed += connections.MAX_AGE_SECONDS
+            assert reader.read(None).unseen == {}
+            assert counting.opened == 4
 
 
 def test_problems_are_seen_on_a_small_terminal(outbox_postgres, outbox_kafka):

@@ -98,17 +98,11 @@ def test_a_pause_is_asked_about_and_says_which(serve, environment):
 def test_payloads_are_hidden_unless_somebody_wants_them(serve, environment):
     event_id = failure(environment)
     hidden, shown = serve(payloads="hidden").sign_in(), serve().sign_in()
-    paths = [f"/events/{event_id}", f"/dead-letters/relay/{event_id}", "/dead-letters", "/dead-letters/relay", "/audit"]
+    paths = [f"/events/{event_id}", f"/dead-letters/relay/{event_id}", "/dead-letters", "/dead-letters/relay"]
     for path in paths:
         assert SECRET not in hidden.ask(path).text, path
     for path in paths[:2]:
         assert shown.ask(path).text.count(SECRET) == 2, path
-    # The audit keeps what was discarded, with its contents.
-    fields = {"event_id": event_id, "reason": "gone"}
-    assert "1 event was discarded" in hidden.act("/dead-letters/relay/discard", **fields).text
-    assert SECRET not in hidden.ask("/audit").text
-    assert event_id in hidden.ask("/audit").text
-    assert SECRET in shown.ask("/audit").text
 
 
 def test_postgres_is_away_for_a_while(private_postgres, serve, monkeypatch):

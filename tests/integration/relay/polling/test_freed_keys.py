@@ -19,7 +19,6 @@ from relay.core.ports import Claim, Receipt, Refusal, UnsettledBatch
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import row_marks
 from relay.polling.kept_marks import KeptMarks
-from relay.polling.reader import LaneReader
 from relay.polling.source import PollingSource
 
 __all__ = ["outboxed", "quick_marks", "workers"]
@@ -170,7 +169,6 @@ def until_all_are_published(relay: Relay, *, without: int) -> int:
     [
         ("settle", discarded),
         ("check", retried),
-        ("check", settled_by_its_marker),
         ("commit", settled_by_its_marker),
         ("pooled", retried),
     ],
@@ -191,20 +189,6 @@ def test_new_events_of_a_freed_key_do_not_overtake_those_that_waited(relay, free
     assert relay.sent["key-1"] == (everything if free is retried else everything[1:])
     assert all(relay.sent[f"key-{k}"] == everything for k in range(2, KEYS + 1))
     assert backlog(relay.worker.database.url) == 0
-
-
-def test_the_guard_makes_the_difference(workers, monkeypatch):
-    """Without it, the newer events overtake: a read that meets a failure that is gone returns them alone."""
-    monkeypatch.setattr(LaneReader, "_freed", lambda *_: set())
-    worker = workers()
-    relay = Relay(worker, lambda: worker.source(attempts=2), once=False)
-    relay.block()
-    settled_by_its_marker(relay)
-    # No look within the next minute.
-    relay.source.reader._looked_at = time.monotonic() + 60
-    relay.write(WAITING + 1, WAITING + 1)
-    wait_until(relay.turn, what="the new event")
-    assert relay.sent["key-1"] == [WAITING + 1]
 
 
 @pytest.mark.parametrize("relay", ["check"], indirect=True)

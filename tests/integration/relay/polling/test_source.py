@@ -1,4 +1,4 @@
-"""The polling source on real Postgres: order, late commits, fencing, errors."""
+"""The polling source on real Postgres: durability, fencing, errors."""
 
 from __future__ import annotations
 
@@ -31,19 +31,6 @@ def test_nothing_is_given_that_postgres_could_still_lose(outbox_postgres, lanes)
     source_.close()
 
 
-def test_a_late_commit_with_a_lower_id_is_found_and_comes_first(outbox_postgres, lanes):
-    source_ = source(outbox_postgres, taken(lanes))
-    with psycopg.connect(outbox_postgres.url) as late:
-        Outbox().add(late, Event("Order", "late", "T"))
-        add(outbox_postgres, "early")
-        claims = source_.fetch(10)
-        assert fetched(claims) == ["early"]
-        settle(source_, claims)
-        add(outbox_postgres, "next")
-    assert fetched(source_.fetch(10)) == ["late", "next"]
-    source_.close()
-
-
 def test_settling_under_an_old_epoch_deletes_nothing(outbox_postgres, lanes):
     lease = taken(lanes)
     source_ = source(outbox_postgres, lease)
@@ -62,22 +49,6 @@ def test_settling_under_an_old_epoch_deletes_nothing(outbox_postgres, lanes):
     with pytest.raises(LaneLost, match="epoch"):
         newcomer.fetch(10)
     newcomer.close()
-
-
-def test_what_the_claim_holds(outbox_postgres, lanes):
-    event = Event("Order", "4711", "OrderPlaced", {"ü": 1.50}, headers={"tenant": "acme"})
-    with psycopg.connect(outbox_postgres.url) as connection:
-        others = [Event("Order", "b", "B", b"\x00\xff"), Event("Order", "t", "T")]
-        event_id, *_ = Outbox().add_many(connection, [event, *others])
-    source_ = source(outbox_postgres, taken(lanes))
-    first, second, third = source_.fetch(10)
-    assert (first.event_id, first.aggregate_type, first.aggregate_id) == (str(event_id), "Order", "4711")
-    assert (first.event_type, first.value, first.headers) == ("OrderPlaced", '{"ü": 1.5}'.encode(), {"tenant": "acme"})
-    assert first.time.endswith("Z")
-    assert "T" in first.time
-    assert second.value == b"\x00\xff"
-    assert third.value is None
-    source_.close()
 
 
 def test_an_idle_source_leaves_no_transaction_open(outbox_postgres, lanes):

@@ -143,8 +143,8 @@ def test_a_late_event_that_is_not_published_is_read_again_before_later_ones_of_i
 
 
 def test_more_late_events_than_a_sweep_names_are_all_found_in_order(blocked, monkeypatch):
-    monkeypatch.setattr(sweep, "_MOST", 50)
-    ids = [blocked.first + 1000 + 180 * number for number in range(200)]
+    monkeypatch.setattr(sweep, "_MOST", 20)
+    ids = [blocked.first + 1000 + 700 * number for number in range(50)]
     for id_ in ids:
         blocked.make_room(id_)
         blocked.write("late", 1, first=id_)

@@ -16,7 +16,7 @@ from takeover_support import Place, Worker
 from outbox.testing.fixtures import Topics
 from relay.core.ports import Batches, Confirm, Failed, Sent, Unavailable
 from relay.kafka import producer
-from relay.kafka.transactional import TransactionalPublisher, _TransactionalProducer
+from relay.kafka.transactional import TransactionalPublisher
 
 
 @pytest.fixture
@@ -96,10 +96,6 @@ def the_first_markers_commit_is_late(place: Place, late: LateEnd) -> None:
     work(worker)
 
 
-def never_suspicious(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_TransactionalProducer, "suspicious", property(lambda _: False, lambda *_: None), raising=False)
-
-
 def used_again(patch: pytest.MonkeyPatch) -> None:
     real = TransactionalPublisher.publish
 
@@ -124,7 +120,6 @@ def first_markers_unseen(patch: pytest.MonkeyPatch) -> None:
 
 LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[Invariant]]] = [
     (a_turns_commit_is_late, as_it_is, set()),
-    (a_turns_commit_is_late, never_suspicious, {Invariant.NO_DOUBLE}),
     (a_turns_commit_is_late, used_again, {Invariant.NO_DOUBLE}),
     (the_first_markers_commit_is_late, as_it_is, set()),
     (the_first_markers_commit_is_late, first_markers_unseen, {Invariant.NO_DOUBLE}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -14,6 +15,7 @@ from psycopg import sql
 from rows_and_roles import login_role
 from structlog.testing import capture_logs
 from support import stop_clock, wait_until, with_path_of_role
+from threads import in_background
 from typer.testing import CliRunner
 
 from outbox._app import schema_drift as schema_check
@@ -324,23 +326,14 @@ def test_many_relays_keep_the_archive_once(archive):
     archive.fill(0, 100)
     archive.fill(-10, 100)
     barrier = threading.Barrier(6)
-    errors: list[BaseException] = []
 
-    def keep() -> None:
+    def keep(_: int) -> None:
         retention = archive.retention()
-        barrier.wait()
-        try:
-            retention.keep()
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
+        barrier.wait(60)
+        retention.keep()
 
-    with capture_logs() as logs:
-        threads = [threading.Thread(target=keep) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert errors == []
+    with capture_logs() as logs, ThreadPoolExecutor(6) as pool:
+        assert [*pool.map(keep, range(6))] == [None] * 6
     # Another relay may come between two steps.
     assert [line["event"] for line in logs if "created" in line] == ["archive kept"]
     assert sum(line.get("rows", 0) for line in logs) == 100
@@ -357,34 +350,21 @@ def test_the_upkeep_of_the_consumers_ids_in_the_same_database_does_not_hold_it_u
 
 def test_the_first_partition_is_made_while_relays_publish(archive):
     """Rows for today come in all the time: they may be moved late, never lost, and nobody fails."""
-    stop = threading.Event()
-    errors: list[BaseException] = []
     written: list[int] = []
 
-    def publish() -> None:
+    def publish(stop: threading.Event) -> None:
         count = 0
-        try:
-            with psycopg.connect(archive.url, autocommit=True) as connection:
-                while not stop.is_set():
-                    connection.execute(EVENT, (archive.noon, 5))
-                    count += 5
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
+        with psycopg.connect(archive.url, autocommit=True) as connection:
+            while not stop.is_set():
+                connection.execute(EVENT, (archive.noon, 5))
+                count += 5
         written.append(count)
 
     archive.partition(archive.day(-9), archive.day(-8))
-    threads = [threading.Thread(target=publish) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
+    with in_background(publish), in_background(publish), in_background(publish):
         wait_until(lambda: sum(archive.partitions().values()) > 100, what="some rows")
         with capture_logs() as logs:
             archive.retention().keep()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(60)
-    assert errors == []
     assert [line["event"] for line in logs] == ["archive kept"]
     assert "published_default" in archive.partitions()
     assert archive.partitions()["published_default"] == 0
@@ -478,22 +458,16 @@ def test_without_the_owners_rights_it_says_so_only_when_something_is_due(archive
 
 def test_a_relay_that_waits_for_the_upkeep_finds_the_new_partition(archive):
     """Postgres refuses a row for the default partition if the right one was attached while it waited."""
-    failures: list[BaseException] = []
 
     def publish() -> None:
-        try:
-            with psycopg.connect(archive.url, autocommit=True, application_name="late") as connection:
-                connection.execute(EVENT, (archive.noon, 1))
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
+        with psycopg.connect(archive.url, autocommit=True, application_name="late") as connection:
+            connection.execute(EVENT, (archive.noon, 1))
 
-    late = threading.Thread(target=publish)
-    with psycopg.connect(archive.address()) as upkeep:
+    with ThreadPoolExecutor(1) as pool, psycopg.connect(archive.address()) as upkeep:
         retention = archive.retention()
         retention._create(upkeep, archive.today, limited=True)
-        late.start()
+        late = pool.submit(publish)
         waiting = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'late' AND wait_event_type = 'Lock'"
         wait_until(lambda: archive.rows(waiting), what="the relay waits")
-    late.join(30)
-    assert failures == []
+    late.result()
     assert archive.partitions()[named(archive.today)] == 1

@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 import json
 import uuid
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -13,14 +14,13 @@ import pytest
 from plans import nodes
 from polling_support import table
 from psycopg.rows import dict_row
+from rows_and_roles import outbox
 from support import drained, look_up, numbers_by_key, order, wait_until, write
-from typer.testing import CliRunner
 from wal_support import to_wal, wal
 from writer_targets import each_driver, on_target, waits_for_a_lock
 
 from outbox import Event, EventError, Outbox, TargetError
 from outbox.consumer.ids import NO_TIME, day
-from relay.cli.app import app
 from relay.database import Connector
 from relay.tasks import scheduled as scheduled_module
 from relay.tasks.scheduled import NextDue, ScheduledEvents
@@ -429,17 +429,10 @@ def test_relays_publish_what_is_due_once_and_in_order_though_one_is_killed(
     assert scheduled(url) == ["-1"]
 
 
-def test_what_operators_see_and_do(outbox_postgres, outbox_kafka, outbox_relay, order, monkeypatch):
+def test_what_operators_see_and_do(outbox_postgres, outbox_kafka, outbox_relay, order):
     kind, topic = order
     url = outbox_postgres.url
-    monkeypatch.setenv("OUTBOX_DATABASE_URL", url)
-    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox_kafka.bootstrap_servers)
-
-    def run(*arguments: str, status: int = 0) -> str:
-        result = CliRunner().invoke(app, list(arguments))
-        assert result.exit_code == status, (result.output, result.exception)
-        return result.output
-
+    run = partial(outbox, url, kafka__bootstrap_servers=outbox_kafka.bootstrap_servers)
     assert "nothing is scheduled" in run("scheduled", "list")
     [wrong] = later(url, [Event(kind, "k", "T", {"n": 1})], now() + 2 * HOUR)
     [soon] = later(url, [Event(kind, "k", "T", {"n": 2})], now() - 1 * HOUR)

@@ -37,9 +37,8 @@ def ahead(box: Any) -> list[str] | None:
     return None if found is None else sorted(row[4] for row in found.rows)
 
 
-@both
-def test_what_was_read_ahead_is_the_next_turn(outboxed, once):
-    box = in_the_stream(outboxed, once=once)
+def test_what_was_read_ahead_is_the_next_turn(outboxed):
+    box = in_the_stream(outboxed, once=True)
     sent = noted(box)
     for turn in range(4):
         box.turn()

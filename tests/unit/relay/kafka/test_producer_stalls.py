@@ -11,8 +11,15 @@ import pytest
 from sender_support import OPTIONS, AllThere, claim, new_sender, soon
 
 from relay.core.ports import DeliveryTimeout, TopicUnusable, Unavailable
+from relay.kafka import client
 from relay.kafka.producer import BatchProducer
 from relay.kafka.topics import Topics, Unanswered
+
+
+@pytest.fixture(autouse=True)
+def _no_partitions(monkeypatch):
+    """Nobody is there whom the first turn of each producer would ask for them, half a second long."""
+    monkeypatch.setattr(client, "_FETCH_SECONDS", 0.01)
 
 
 class Looked(AllThere):
