@@ -82,9 +82,9 @@ def be_worker(number: int, settings: Settings) -> None:
     if settings.relay.instance is not None:
         settings.relay.instance += f"-{number}"
     if settings.relay.metrics_address is not None:
-        # Only one worker can listen on a port, and each has metrics of its own.
+        # Only one worker can listen on a port, and each has metrics of its own. At port 0 the system chooses each.
         host, _, port = settings.relay.metrics_address.rpartition(":")
-        settings.relay.metrics_address = f"{host}:{int(port) + number}"
+        settings.relay.metrics_address = f"{host}:{int(port) and int(port) + number}"
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1):

@@ -45,7 +45,7 @@ def pause(
     """
     from relay.operations import pauses
 
-    with _opened(database_url) as (connection, schema, router):
+    with _opened(database_url, "pause") as (connection, schema, router):
         changes = pauses.pause(
             connection, schema, scopes_of(lane or (), topic or ()), reason, may_write=router.may_write
         )
@@ -72,7 +72,7 @@ def resume(
     from relay.insights import read_pauses
     from relay.operations import pauses
 
-    with _opened(database_url) as (connection, schema, _):
+    with _opened(database_url, "resume") as (connection, schema, _):
         changes = pauses.resume(connection, schema, scopes_of(lane or (), topic or ()), reason)
         left = read_pauses(connection, schema)
     if as_json:
@@ -108,7 +108,7 @@ def drain(
     changes: Sequence[PauseChange] = ()
     missing: Sequence[str] = ()
     confirm_seconds = 0.0
-    with _opened(database_url) as (connection, schema, router):
+    with _opened(database_url, "drain") as (connection, schema, router):
         deadline = time.monotonic() + timeout
         pauses.require_scopes(connection, schema, scopes, router.may_write)
         left = _await_drained(Drain(connection, schema, router), scopes, deadline, quiet=as_json)
@@ -133,7 +133,7 @@ def wait(seconds: Annotated[float, _Timeout] = 60.0, database_url: DatabaseUrl =
     """Wait until all events committed so far are published or dead letters. Exit status 1 if some are left."""
     from relay.operations.drain import Drain
 
-    with _opened(database_url) as (connection, schema, router):
+    with _opened(database_url, "wait") as (connection, schema, router):
         drain = Drain(connection, schema, router, committed=True)
         left = _await_drained(drain, [ALL], time.monotonic() + seconds, quiet=True)
     for one in left.values():
@@ -188,8 +188,8 @@ def _plain(change: PauseChange) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(database_url: str | None) -> Iterator[tuple[psycopg.Connection[Any], str, Router]]:
+def _opened(database_url: str | None, command: str) -> Iterator[tuple[psycopg.Connection[Any], str, Router]]:
     from relay.parts import build_router
 
-    with outbox_session(database_url, "relay pause") as (connection, settings):
+    with outbox_session(database_url, f"relay {command}") as (connection, settings):
         yield connection, settings.db_schema, build_router(settings)

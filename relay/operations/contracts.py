@@ -246,6 +246,7 @@ def merged(document: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[st
 
 def _avro(place: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
     """Compare two Avro schemas: what a reader with either can't resolve of the other."""
+    old, new = _unwrapped(old), _unwrapped(new)
     kinds = tuple(one.get("type") if isinstance(one, Mapping) else one for one in (old, new))
     if isinstance(old, Mapping) and isinstance(new, Mapping) and kinds[0] == kinds[1]:
         if old.get("name") != new.get("name"):
@@ -267,6 +268,13 @@ def _avro(place: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
         old, new = ({name: value for name, value in one.items() if name != "doc"} for one in (old, new))
     if old != new:
         yield place, f"type {shown(old)} becomes {shown(new)}"
+
+
+def _unwrapped(schema: Any) -> Any:
+    """Return the schema inside of objects whose ``type`` is a schema of its own, as ``{"type": {"type": "array"}}``."""
+    while isinstance(schema, Mapping) and isinstance(schema.get("type"), Mapping | list):
+        schema = schema["type"]
+    return schema
 
 
 def _avro_fields(place: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:

@@ -196,7 +196,7 @@ class Dedup(_Remembering):
 
     key: str | None = None
     allow_producer_repeats: bool = False
-    required: tuple[str, ...] = ("message_id",)
+    required: ClassVar[tuple[str, ...]] = ("message_id",)
 
     def __post_init__(self) -> None:
         if self.key == "":
@@ -317,7 +317,7 @@ class Fingerprint(_Remembering):
 
     columns: Sequence[str] = ()
     time: str | None = None
-    required: tuple[str, ...] = ("message_id",)
+    required: ClassVar[tuple[str, ...]] = ("message_id",)
 
     def __post_init__(self) -> None:
         if self.columns or isinstance(self.columns, str):
@@ -358,7 +358,7 @@ class OffsetsOnly(_Base):
     External; it is the same each time the message is read.
     """
 
-    required: tuple[str, ...] = ()
+    required: ClassVar[tuple[str, ...]] = ()
 
     def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
         """Leave ``batch`` unchanged: every row is applied."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import pytest
 from typer.testing import CliRunner
 
 from relay.cli.app import app
+from relay.config import load
+from relay.workers import be_worker
 
 URL = "postgresql://relay@other/shop"
 
@@ -34,3 +37,11 @@ def test_an_option_takes_the_place_of_a_setting_from_a_file(monkeypatch, tmp_pat
     assert names == [{"OUTBOX_DATABASE_URL_FILE"}, {"OUTBOX_DATABASE_URL"}]
     assert given[1]["OUTBOX_DATABASE_URL"] == URL
     assert given[1]["OUTBOX_KAFKA__BOOTSTRAP_SERVERS"] == "kafka:9092"
+
+
+@pytest.mark.parametrize(("given", "used"), [("[::1]:9100", "[::1]:9102"), ("127.0.0.1:0", "127.0.0.1:0")])
+def test_each_worker_has_a_port_of_its_own(monkeypatch, given: str, used: str):
+    monkeypatch.setattr("threading.Thread.start", lambda _: None)
+    settings = load(relay={"metrics_address": given, "instance": "a"})
+    be_worker(2, settings)
+    assert (settings.relay.metrics_address, settings.relay.instance) == (used, "a-2")

@@ -115,6 +115,13 @@ def test_what_a_fingerprint_makes_is_none_of_its_columns(columns, time):
         Fingerprint(columns, time=time)
 
 
+@pytest.mark.parametrize("strategy", [Dedup, Fingerprint, OffsetsOnly])
+def test_what_a_strategy_requires_is_no_option(strategy):
+    """Messages without an id would be applied again and again, and nothing would say so."""
+    with pytest.raises(TypeError, match="required"):
+        strategy(required=())
+
+
 def test_a_key_is_the_name_of_a_header():
     with pytest.raises(JobError, match="key must be the name of a header"):
         Dedup(key="")

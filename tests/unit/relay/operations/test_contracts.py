@@ -151,6 +151,14 @@ CHANGES = {
         [ISSUED + '.kind: readers without a default do not know the enum\'s "C"'],
     ),
     "avro enum renamed": ({f"{KIND}/name": "Sort"}, [ISSUED + '.kind: the enum "Kind" is named "Sort"']),
+    "avro lists in an object of their own": (
+        {f"{AVROS}/fields/2/type": {"type": {"type": "array", "items": "string"}}},
+        [],
+    ),
+    "avro lists become a union": (
+        {f"{AVROS}/fields/2/type": {"type": ["null", "string"]}},
+        [ISSUED + '.lines: type {"type": "array", "items": "string"} becomes ["null", "string"]'],
+    ),
     "avro items": ({f"{AVROS}/fields/2/type/items": "long"}, [ISSUED + '.lines[]: type "string" becomes "long"']),
     "nothing": ({}, []),
     "texts": ({"info/title": "Other", f"{SCHEMA}/description": "x", f"{TOTAL}/title": "T", f"{TOTAL}/x-own": 1}, []),
