@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
@@ -107,7 +108,6 @@ class Applier(Transactions):
         self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[KafkaMessage]
     ) -> list[KafkaMessage]:
         """Apply a batch, and move the position. Returns the messages for which the handler was called."""
-        assert part.position is not None
         handled = []
         behind = [message.key() in part.dead_keys for message in batch]
         ids = [None if waits else self._id(message) for message, waits in zip(batch, behind, strict=True)]
@@ -125,17 +125,10 @@ class Applier(Transactions):
         before = self._group.forgotten_before(connection, new, today)
         for n, (message, waits, id_) in enumerate(zip(batch, behind, ids, strict=True)):
             if waits:
-                why = MessageFailed(message, "behind", BEHIND).why
-                self._letters.bury(
-                    connection, part.position.topic_id, message, _id_or_none(message, self.settings.key), why, 1
-                )
+                self._store(connection, part, message, MessageFailed(message, "behind", BEHIND).why, 1)
                 continue
-            if id_ is not None:
-                if id_ not in new:
-                    continue
-                # If several messages have one id, the first counts.
-                new.discard(id_)
-                self._check_age(message, id_, before)
+            if not self._is_new(message, id_, new, before):
+                continue
             try:
                 self._call(connection, message)
             except TransactionEnded as ended:
@@ -168,11 +161,9 @@ class Applier(Transactions):
 
     def _bury(self, part: Assigned, message: KafkaMessage, why: RejectedRecord) -> bool:
         """Make a message a dead letter, in the transaction that moves the position past it."""
-        assert part.position is not None
-        topic_id, id_ = part.position.topic_id, _id_or_none(message, self.settings.key)
 
         def step(connection: psycopg.Connection[Any]) -> None:
-            self._letters.bury(connection, topic_id, message, id_, why, part.attempts)
+            self._store(connection, part, message, why, part.attempts)
             self._group.move(
                 connection,
                 part.partition,
@@ -197,9 +188,17 @@ class Applier(Transactions):
             part.moved(message.offset() + 1)
         return committed
 
-
-def _id_or_none(message: KafkaMessage, key: str | None) -> UUID | None:
-    try:
-        return message_id(message, key)
-    except MessageIdMissing:
-        return None
+    def _store(
+        self,
+        connection: psycopg.Connection[Any],
+        part: Assigned,
+        message: KafkaMessage,
+        why: RejectedRecord,
+        attempts: int,
+    ) -> None:
+        """Store a message as a dead letter."""
+        assert part.position is not None
+        id_: UUID | None = None
+        with suppress(MessageIdMissing):
+            id_ = message_id(message, self.settings.key)
+        self._letters.bury(connection, part.position.topic_id, message, id_, why, attempts)

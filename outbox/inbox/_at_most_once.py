@@ -164,18 +164,11 @@ class AtMostOnceApplier(Applier):
         before = self._group.forgotten_before(connection, new, today)
         pending = []
         for message in (one for one in batch if one.offset() in ids):
-            id_ = ids[message.offset()]
             try:
-                if id_ is not None:
-                    if id_ not in new:
-                        continue
-                    # If several messages have one id, the first counts.
-                    new.discard(id_)
-                    self._check_age(message, id_, before)
+                if self._is_new(message, ids[message.offset()], new, before):
+                    pending.append(message)
             except MessageFailed as failed:
                 failures[message.offset()] = failed
-            else:
-                pending.append(message)
         if failures:
             self._record(connection, part, failures.values())
         if pending:
