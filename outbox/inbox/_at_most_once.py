@@ -156,16 +156,9 @@ class AtMostOnceApplier(Applier):
             except MessageFailed as failed:
                 batch.failures[message.offset()] = failed
         known = [one for one in ids.values() if one is not None]
-        new, today = self._group.move(
-            connection,
-            part.partition,
-            batch.last + 1,
-            log_end=self.log_end(part.partition),
-            leader_epoch=batch.messages[-1].leader_epoch(),
-            ids=known,
-            applied=len(ids) - len(known),
-        )
-        counted = len(ids) - len(known) + len(new)
+        unknown = len(ids) - len(known)
+        new, today = self._move_behind(connection, part, batch.messages[-1], ids=known, applied=unknown)
+        counted = unknown + len(new)
         before = self._group.forgotten_before(connection, new, today)
         for message in (one for one in batch.messages if one.offset() in ids):
             try:
