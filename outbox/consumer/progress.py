@@ -1,7 +1,8 @@
 """The progress of all groups, from the sink alone: for `outbox consumers groups`, metrics and the operations page.
 
 ``log_end`` is how far a read_committed reader could have read when the partition last moved, so ``lag`` is as old as
-``updated_at`` says. Needs SELECT on groups, offsets and dead_letters (of the last one no column with contents).
+``updated_at`` says. Needs SELECT on groups, offsets and dead_letters (of the last one no column with contents);
+``latencies`` on groups and processed_messages.
 """
 
 from __future__ import annotations
