@@ -143,9 +143,7 @@ def check(url: str, schema: str = "outbox") -> list[str]:
 def check_consumer(url: str, schema: str) -> list[str]:
     """Compare the consumers' tables with this version's, as ``check`` does."""
     with _connection(url, schema) as connection:
-        return _compare(
-            connection, schema, db.CONSUMER, lambda metadata, at: consumer_tables(metadata, at).all
-        ).differences
+        return _compare(connection, schema, db.CONSUMER, consumer_tables).differences
 
 
 def _compare(

@@ -134,7 +134,6 @@ class MemberClients:
                     return
                 self._logger.warning("group %s: a new client goes on: %s", self._group, error.str())
                 self._watch.unassigned(self._topics)
-                self._watch.not_joined(error.str())
                 self._watch.failed(None, error.str())
                 quick = quick + 1 if time.monotonic() - began < _SHORT_SECONDS else 0
                 pause(stop, quick)

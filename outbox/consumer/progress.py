@@ -1,7 +1,8 @@
 """The progress of all groups, from the sink alone: for `outbox consumers groups`, metrics and the operations page.
 
 ``log_end`` is how far a read_committed reader could have read when the partition last moved, so ``lag`` is as old as
-``updated_at`` says. Needs SELECT on groups, offsets and dead_letters (of the last one no column with contents).
+``updated_at`` says. Needs SELECT on groups, offsets and dead_letters (of the last one no column with contents);
+``latencies`` on groups and processed_messages.
 """
 
 from __future__ import annotations
@@ -46,6 +47,18 @@ SELECT grp, topic, part, sum(letters - retrying)::bigint AS dead, sum(retrying):
 _NO_LETTERS: Final = """
 SELECT NULL::text AS grp, NULL::text AS topic, NULL::integer AS part, 0 AS dead, 0 AS retry WHERE false"""
 
+_NEWEST: Final = 100
+_RECENT_SECONDS: Final = 15
+# Along the primary key: the newest ids of today, and when each was applied. The id's first 48 bits are its time.
+_LATENCIES: Final = """
+SELECT extract(epoch FROM n.seen_at)::float8
+       - ('x' || left(replace(n.message_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0::float8 AS seconds
+  FROM {groups} AS g
+ CROSS JOIN LATERAL (SELECT p.message_id, p.seen_at FROM {processed_messages} AS p
+                      WHERE p.grp = g.grp AND p.day = (clock_timestamp() AT TIME ZONE 'UTC')::date
+                      ORDER BY p.message_id DESC LIMIT %(newest)s) AS n
+ WHERE n.seen_at > clock_timestamp() - make_interval(secs => %(recent)s)"""
+
 
 def progress(
     connection: psycopg.Connection[Any], schema: str, group: str | None = None, *, letters: bool = True
@@ -57,3 +70,14 @@ def progress(
     query = statement(schema, PROGRESS, letters=statement(schema, LETTERS if letters else _NO_LETTERS))
     with clear_errors("reading the progress of the groups"), connection.cursor(row_factory=dict_row) as cursor:
         return cursor.execute(query, {"grp": group}).fetchall()
+
+
+def latencies(connection: psycopg.Connection[Any], schema: str) -> list[float]:
+    """Return seconds from writing to applying, of the newest messages that were applied within 15 seconds.
+
+    Only of ids with a time in them, and by the clocks of the writer and of the sink's server. Raises as ``progress``.
+    """
+    with clear_errors("reading latencies"), connection.transaction():
+        connection.execute("SELECT set_config('statement_timeout', '10s', true)")
+        rows = connection.execute(statement(schema, _LATENCIES), {"newest": _NEWEST, "recent": _RECENT_SECONDS})
+        return sorted(max(seconds, 0.0) for (seconds,) in rows)

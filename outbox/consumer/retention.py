@@ -226,27 +226,22 @@ class IdRetention:
         ConsumerUnavailable when Postgres is away or tasks hold the locks for too long. What was done by then stays
         done.
         """
-        deadline = time.monotonic() + wait_seconds
-        with clear_errors("keeping the days of processed_messages"):
+        deadline, doing = time.monotonic() + wait_seconds, "keeping the days of processed_messages"
+        with clear_errors(doing):
             for step in (self.make, self.forget):
                 while True:
                     done = step()
                     yield done
                     if done.problem is None:
                         break
+                    text = f"Postgres, {doing}: {done.problem}"
                     if done.denied:
-                        raise SchemaError(
-                            f"Postgres, keeping the days of processed_messages: {done.problem}; run it as the owner of "
-                            f"the tables, {self._owner()}"
-                        )
+                        raise SchemaError(f"{text}; run it as the owner of the tables, {self._owner()}")
                     if done.needed:
-                        raise SchemaError(
-                            f"Postgres, keeping the days of processed_messages: {done.problem}; {_DROP_DEPENDENTS}"
-                        )
+                        raise SchemaError(f"{text}; {_DROP_DEPENDENTS}")
                     if time.monotonic() >= deadline:
                         raise ConsumerUnavailable(
-                            f"Postgres, keeping the days of processed_messages: {done.problem}; tasks may "
-                            "be using them. What is done stays done, run it again"
+                            f"{text}; tasks may be using them. What is done stays done, run it again"
                         )
                     time.sleep(0.5)
 
@@ -277,7 +272,7 @@ class IdRetention:
             for name, low, high in self._ranges(connection)
             if low is not None and low > NO_TIME and high is not None
         ]
-        today = self._today(connection)
+        today: dt.date = self._value(connection, _TODAY)
         newest = self._newest(connection, [bounds for _, *bounds in ranges])
         horizon = min(today, newest or today) - dt.timedelta(days=self._keep_days)
         return horizon, [(name, high) for name, _, high in ranges if high <= horizon]
@@ -297,7 +292,7 @@ class IdRetention:
             return str(self._value(connection, _OWNER, parent=self._parent(connection)))
 
     def _missing(self, connection: psycopg.Connection[Any]) -> list[dt.date]:
-        today = self._today(connection)
+        today: dt.date = self._value(connection, _TODAY)
         ranges = self._ranges(connection)
         # The days of new messages first.
         days = [today + dt.timedelta(days=ahead) for ahead in range(_AHEAD, -self._keep_days - 1, -1)]
@@ -369,14 +364,8 @@ class IdRetention:
             [(locked, _)] = connection.execute(_TRY_LOCK, (self._schema, _GIVE_WAY))
             yield connection, locked
 
-    @staticmethod
-    def _today(connection: psycopg.Connection[Any]) -> dt.date:
-        [(day,)] = connection.execute(_TODAY)
-        assert isinstance(day, dt.date)
-        return day
-
     def _ranges(self, connection: psycopg.Connection[Any]) -> list[tuple[str, dt.date | None, dt.date | None]]:
-        return connection.execute(sql.SQL(_RANGES).format(parent=self._parent(connection))).fetchall()
+        return self._run(connection, _RANGES, parent=self._parent(connection)).fetchall()
 
     def _parent(self, connection: psycopg.Connection[Any]) -> sql.Literal:
         return sql.Literal(self._partition("processed_messages").as_string(connection))

@@ -45,27 +45,23 @@ class Watch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._stalled: dict[Partition, StalledPartition] = {}
-        self._unassigned: StalledPartition | None = None
+        # None is the member itself, as long as it has no assignment.
+        self._stalled: dict[Partition | None, StalledPartition] = {}
 
     def unassigned(self, topics: Collection[str]) -> None:
         """Note that the group has not assigned anything to this member yet, or has taken all away."""
+        now = dt.datetime.now(dt.UTC)
         with self._lock:
-            if self._unassigned is None:
-                now = dt.datetime.now(dt.UTC)
-                self._unassigned = StalledPartition(", ".join(topics), None, None, now, _UNANSWERED)
+            self._stalled.setdefault(None, StalledPartition(", ".join(topics), None, None, now, _UNANSWERED))
 
     def not_joined(self, why: str) -> None:
         """Note why a member has no assignment; of one that has, nothing."""
-        with self._lock:
-            if self._unassigned is not None:
-                self._unassigned = replace(self._unassigned, why=why)
+        self.failed([None], why)
 
     def assigned(self, partitions: Collection[Partition]) -> None:
         """Note which partitions are assigned to this member, perhaps none; forget all others."""
         with self._lock:
-            self._unassigned = None
-            self._stalled = {partition: one for partition, one in self._stalled.items() if partition in partitions}
+            self._stalled = {at: one for at, one in self._stalled.items() if at in partitions}
 
     def waits(self, partition: Partition, offset: int | None) -> None:
         """Note that messages wait in a partition, the first of them at an offset."""
@@ -80,17 +76,17 @@ class Watch:
             for partition in partitions:
                 self._stalled.pop(partition, None)
 
-    def failed(self, partitions: Collection[Partition] | None, why: str) -> None:
-        """Note an error that keeps these partitions from moving; None: all in which messages wait."""
+    def failed(self, partitions: Collection[Partition | None] | None, why: str) -> None:
+        """Note an error that keeps these partitions from moving; None: all, and the member from joining."""
         with self._lock:
-            for partition in self._stalled.keys() & (self._stalled.keys() if partitions is None else set(partitions)):
-                self._stalled[partition] = replace(self._stalled[partition], why=why)
+            for at in self._stalled.keys() & (self._stalled.keys() if partitions is None else set(partitions)):
+                self._stalled[at] = replace(self._stalled[at], why=why)
 
     def stalled(self, seconds: float) -> list[StalledPartition]:
         """Return the partitions that stand for at least so long."""
         until = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=seconds)
         with self._lock:
-            found = [*self._stalled.values(), *([] if self._unassigned is None else [self._unassigned])]
+            found = list(self._stalled.values())
         return sorted(
             (one for one in found if one.since <= until),
             key=lambda one: (one.topic, -1 if one.partition is None else one.partition),

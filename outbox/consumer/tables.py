@@ -11,37 +11,21 @@ consumer's own reading.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 
 from outbox.consumer.model import DEFAULT_SCHEMA
-from outbox.tables import TableBuilder, TableSet
+from outbox.tables import TableBuilder
 
 _TIME: Final = sa.DateTime(timezone=True)
 _JSON: Final = pg.JSONB(none_as_null=True)
 _UUID: Final = pg.UUID(as_uuid=True)
 
 
-@dataclass(frozen=True)
-class ConsumerTables(TableSet):
-    """The tables of all consumer groups of one sink."""
-
-    groups: sa.Table
-    offsets: sa.Table
-    processed_messages: sa.Table
-    processed_messages_default: sa.Table
-    dead_letters: sa.Table
-    losses: sa.Table
-    reservations: sa.Table
-    audit: sa.Table
-    checkpoints: sa.Table
-
-
-def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> ConsumerTables:
-    """Add the consumers' tables to a MetaData and return them."""
+def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> tuple[sa.Table, ...]:
+    """Add the tables of all consumer groups of one sink to a MetaData. Returns them in the order of their creation."""
     tables = TableBuilder(metadata, schema)
     tables.add(
         "groups",
@@ -268,7 +252,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.CheckConstraint("batch_id >= 0", name="checkpoints_not_negative"),
         comment="The last batch of each stream that was applied. Moves in the transaction of the effect.",
     )
-    return ConsumerTables(**tables.made)
+    return tuple(tables.made.values())
 
 
 def _id_columns() -> list[sa.Column[Any]]:

@@ -29,11 +29,10 @@ transitions.
 from __future__ import annotations
 
 import queue
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 from uuid import UUID
 
@@ -45,9 +44,9 @@ from outbox._clients.errors import first_line
 from outbox.consumer.connections import OwnSession
 from outbox.consumer.errors import ConsumerUnavailable, Interrupted
 from outbox.consumer.patience import NoTimeLeft, Patience
-from outbox.consumer.postgres_errors import AWAY, Strikes, clear_errors
+from outbox.consumer.postgres_errors import AWAY, clear_errors
 from outbox.external.declaration import Call, Done, External, OutcomeUnknown, Refused, TryLater
-from outbox.external.reservations import ClaimedCall, Reservations
+from outbox.external.reservations import Answered, ClaimedCall, Reservations
 from outbox.external.state_machine import Answer, Step, Transition
 
 _LONGEST_PAUSE: Final = 5.0
@@ -81,19 +80,6 @@ class _Attempt:
     overdue: bool = False
 
 
-@dataclass(slots=True)
-class _Answered:
-    """``failed``: the error of the SQL beside the settlement, which has ended too many sessions in a row."""
-
-    claim: ClaimedCall
-    step: Step
-    answer: Answer
-    until: float
-    jitter: float = field(default_factory=random.random)
-    strikes: Strikes = field(default_factory=Strikes)
-    failed: str | None = None
-
-
 class Caller:
     """Claims, calls and settles the reservations of one External. Callers in several processes share the work.
 
@@ -114,8 +100,8 @@ class Caller:
         self._patience = Patience(patience)
         self._reservations = Reservations(external)
         self._running: dict[tuple[UUID, int], _Attempt] = {}
-        self._answers: queue.SimpleQueue[_Answered] = queue.SimpleQueue()
-        self._unsettled: list[_Answered] = []
+        self._answers: queue.SimpleQueue[Answered] = queue.SimpleQueue()
+        self._unsettled: list[Answered] = []
         self._last_error = ""
         self._tries = 0
         self.counts = Counts(external.name)
@@ -224,7 +210,7 @@ class Caller:
         self._running[claim.message_id, claim.attempt] = _Attempt(claim, until)
         if claim.step in {"confirm", "close"}:
             # The provider is done; only the SQL is left.
-            self._answers.put(_Answered(claim, claim.step, Answer("done", response=claim.response), until))
+            self._answers.put(Answered(claim, claim.step, Answer("done", response=claim.response), until))
             return
         thread = threading.Thread(
             target=self._call, args=(claim, until), name=f"external {claim.message_id}", daemon=True
@@ -239,7 +225,7 @@ class Caller:
                 step, answer = self._ask_or_call(claim, until)
         except BaseException as error:  # noqa: BLE001  every call must get an answer
             answer = Answer("unknown", f"{type(error).__name__}: {error}")
-        self._answers.put(_Answered(claim, step, answer, until))
+        self._answers.put(Answered(claim, step, answer, until))
 
     def _has_time(self, until: float) -> bool:
         """Return whether a call that begins now ends within its lease: after that, another caller may make it."""
@@ -276,7 +262,7 @@ class Caller:
                 return "ask", _TOO_LATE
         return "call", _answer_of(external.call, call)
 
-    def _collect(self, answered: _Answered) -> None:
+    def _collect(self, answered: Answered) -> None:
         self._running.pop((answered.claim.message_id, answered.claim.attempt), None)
         self._unsettled.append(answered)
 
@@ -286,14 +272,7 @@ class Caller:
         while self._unsettled:
             answered = self._unsettled[0]
             try:
-                transition, failed = self._reservations.settle(
-                    self._session.connected(),
-                    answered.claim,
-                    answered.step,
-                    answered.answer,
-                    answered.jitter,
-                    answered.failed,
-                )
+                transition, failed = self._reservations.settle(self._session.connected(), answered)
             except Interrupted as error:
                 # The server answers, so the SQL may be the cause: the other answers come first.
                 self._patience.renew()
@@ -304,7 +283,7 @@ class Caller:
             self._unsettled.pop(0)
             self._count(answered, transition, failed)
 
-    def _count(self, answered: _Answered, transition: Transition | None, failed: str | None) -> None:
+    def _count(self, answered: Answered, transition: Transition | None, failed: str | None) -> None:
         counts = self.counts
         figures: dict[str, Any] = {"message_id": str(answered.claim.message_id), "attempt": answered.claim.attempt}
         if transition is None:

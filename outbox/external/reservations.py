@@ -7,9 +7,10 @@ into ``next_attempt_at`` and raises ``attempts``; no transaction is open during 
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
@@ -23,7 +24,7 @@ from outbox._clients.durable import SYNCHRONOUS
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, Interrupted, shown, storable
-from outbox.consumer.postgres_errors import AWAY, spoilt
+from outbox.consumer.postgres_errors import AWAY, Strikes, spoilt
 from outbox.consumer.statements import IMMEDIATE, note, statement
 from outbox.errors import NotFound
 from outbox.external import exact_json
@@ -202,6 +203,24 @@ class ClaimedCall:
     message_offset: int
 
 
+@dataclass(slots=True)
+class Answered:
+    """The answer to a step of a claimed call.
+
+    until   the end of the claim's lease, by ``uptime``.
+    jitter  see ``state_machine.settle``.
+    failed  the error of the SQL beside the settlement, which has ended too many sessions in a row.
+    """
+
+    claim: ClaimedCall
+    step: Step
+    answer: Answer
+    until: float
+    jitter: float = field(default_factory=random.random)
+    strikes: Strikes = field(default_factory=Strikes)
+    failed: str | None = None
+
+
 class Reservations:
     """The reservations of one External."""
 
@@ -248,30 +267,21 @@ class Reservations:
                 self.more_due = parked + unparked > 0
         return claims, stuck
 
-    def settle(
-        self,
-        connection: psycopg.Connection[Any],
-        claim: ClaimedCall,
-        step: Step,
-        answer: Answer,
-        jitter: float,
-        failed: str | None = None,
-    ) -> tuple[Transition | None, str | None]:
+    def settle(self, connection: psycopg.Connection[Any], answered: Answered) -> tuple[Transition | None, str | None]:
         """Write what an answer changes, and run the External's SQL for it in the same transaction.
 
-        If that SQL fails, or ``failed`` has its error from earlier tries, another transaction stores the answer and the
-        error. Returns the change, or None, and the SQL's error. After an error of a database that is away, settle
-        again. Raises Interrupted, with its cause, for a session that has answered and then ended.
-
-        jitter  see ``state_machine.settle``.
+        If that SQL fails, or had failed too often before, another transaction stores the answer and the error. Returns
+        the change, or None, and the SQL's error. After an error of a database that is away, settle again. Raises
+        Interrupted, with its cause, for a session that has answered and then ended.
         """
         transition: Transition | None = None
+        failed = answered.failed
         try:
             if failed is None:
                 with pinned_transaction(connection) as path:
-                    transition = self._settle(connection, claim, step, answer, jitter)
+                    transition = self._settle(connection, answered, None)
                     if transition is not None:
-                        self._run_effect(connection, transition, claim, answer.response, path)
+                        self._run_effect(connection, transition, answered.claim, answered.answer.response, path)
                 return transition, None
         except _EffectFailed as error:
             failed = str(error)
@@ -280,7 +290,7 @@ class Reservations:
                 raise
             raise Interrupted(shown(error)) from error
         with pinned_transaction(connection):
-            transition = self._settle(connection, claim, step, answer, jitter, failed)
+            transition = self._settle(connection, answered, failed)
         return transition, failed
 
     def settle_by_hand(
@@ -321,27 +331,21 @@ class Reservations:
             row = self._run(cursor, _NEXT_DUE).fetchone()
         return None if row is None else float(row[0])
 
-    def _settle(
-        self,
-        connection: psycopg.Connection[Any],
-        claim: ClaimedCall,
-        step: Step,
-        answer: Answer,
-        jitter: float,
-        failed: str | None = None,
-    ) -> Transition | None:
+    def _settle(self, connection: psycopg.Connection[Any], answered: Answered, failed: str | None) -> Transition | None:
+        claim, step, answer = answered.claim, answered.step, answered.answer
         with exact_json.cursor(connection) as cursor:
             row = self._run(cursor, _LOCK_ROW, message_id=claim.message_id).fetchone()
             if row is None:
                 return None
             state = _state_of(row)
             current = row["attempts"] == claim.attempt and row["state"] in {"calling", "cancelling"}
-            transition = settle(state, current, step, answer, self._rules, jitter)
-            if transition is not None and transition.conflict is None and failed is not None:
-                transition = effect_failed(state, transition, failed, self._rules, jitter)
-            if transition is not None:
-                done = answer.outcome == "done" and step in CALL_STEPS and not transition.taking_back
-                self._write(cursor, row, transition, exact_json.jsonb(answer.response) if done else None)
+            transition = settle(state, current, step, answer, self._rules, answered.jitter)
+            if transition is None:
+                return None
+            if transition.conflict is None and failed is not None:
+                transition = effect_failed(state, transition, failed, self._rules, answered.jitter)
+            done = answer.outcome == "done" and step in CALL_STEPS and not transition.taking_back
+            self._write(cursor, row, transition, exact_json.jsonb(answer.response) if done else None)
         return transition
 
     def _write(

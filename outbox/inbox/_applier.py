@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
@@ -13,7 +15,8 @@ import psycopg
 
 from outbox._clients.backoff import doubled, jittered
 from outbox.consumer.delays import TopicDelays, sampled, written_at
-from outbox.consumer.letters import BEHIND
+from outbox.consumer.letters import BEHIND, DeadLetter
+from outbox.consumer.messages import storable_time, stored_headers
 from outbox.consumer.model import Partition, RejectedRecord
 from outbox.consumer.postgres_errors import Strikes
 from outbox.inbox._assigned import Assigned
@@ -107,35 +110,20 @@ class Applier(Transactions):
         self, connection: psycopg.Connection[Any], part: Assigned, batch: Sequence[KafkaMessage]
     ) -> list[KafkaMessage]:
         """Apply a batch, and move the position. Returns the messages for which the handler was called."""
-        assert part.position is not None
         handled = []
         behind = [message.key() in part.dead_keys for message in batch]
         ids = [None if waits else self._id(message) for message, waits in zip(batch, behind, strict=True)]
         dead = sum(behind)
-        new, today = self._group.move(
-            connection,
-            part.partition,
-            batch[-1].offset() + 1,
-            log_end=self.log_end(part.partition),
-            leader_epoch=batch[-1].leader_epoch(),
-            ids=[one for one in ids if one is not None],
-            applied=0 if self.settings.dedup else len(batch) - dead,
-            dead=dead,
-        )
+        known = [one for one in ids if one is not None]
+        applied = 0 if self.settings.dedup else len(batch) - dead
+        new, today = self._move_behind(connection, part, batch[-1], ids=known, applied=applied, dead=dead)
         before = self._group.forgotten_before(connection, new, today)
         for n, (message, waits, id_) in enumerate(zip(batch, behind, ids, strict=True)):
             if waits:
-                why = MessageFailed(message, "behind", BEHIND).why
-                self._letters.bury(
-                    connection, part.position.topic_id, message, _id_or_none(message, self.settings.key), why, 1
-                )
+                self._store(connection, part, message, MessageFailed(message, "behind", BEHIND).why, 1)
                 continue
-            if id_ is not None:
-                if id_ not in new:
-                    continue
-                # If several messages have one id, the first counts.
-                new.discard(id_)
-                self._check_age(message, id_, before)
+            if not self._is_new(message, id_, new, before):
+                continue
             try:
                 self._call(connection, message)
             except TransactionEnded as ended:
@@ -168,19 +156,10 @@ class Applier(Transactions):
 
     def _bury(self, part: Assigned, message: KafkaMessage, why: RejectedRecord) -> bool:
         """Make a message a dead letter, in the transaction that moves the position past it."""
-        assert part.position is not None
-        topic_id, id_ = part.position.topic_id, _id_or_none(message, self.settings.key)
 
         def step(connection: psycopg.Connection[Any]) -> None:
-            self._letters.bury(connection, topic_id, message, id_, why, part.attempts)
-            self._group.move(
-                connection,
-                part.partition,
-                message.offset() + 1,
-                log_end=self.log_end(part.partition),
-                leader_epoch=message.leader_epoch(),
-                dead=1,
-            )
+            self._store(connection, part, message, why, part.attempts)
+            self._move_behind(connection, part, message, dead=1)
 
         try:
             committed = self._attempt(part, part.strikes, step, self._postpone)
@@ -197,9 +176,41 @@ class Applier(Transactions):
             part.moved(message.offset() + 1)
         return committed
 
+    def _store(
+        self,
+        connection: psycopg.Connection[Any],
+        part: Assigned,
+        message: KafkaMessage,
+        why: RejectedRecord,
+        attempts: int,
+    ) -> None:
+        """Store a message whole, as a dead letter."""
+        assert part.position is not None
+        id_: UUID | None = None
+        with suppress(MessageIdMissing):
+            id_ = message_id(message, self.settings.key)
+        headers, time_ = stored_headers(message.headers() or ()), storable_time(message.timestamp()[1]) * 1000
+        letter = DeadLetter(why, id_, message.key(), message.value(), headers, time_, attempts)
+        self._letters.write(connection, part.position.topic_id, [letter])
 
-def _id_or_none(message: KafkaMessage, key: str | None) -> UUID | None:
-    try:
-        return message_id(message, key)
-    except MessageIdMissing:
-        return None
+    def _move_behind(
+        self,
+        connection: psycopg.Connection[Any],
+        part: Assigned,
+        last: KafkaMessage,
+        *,
+        ids: Sequence[UUID] = (),
+        applied: int = 0,
+        dead: int = 0,
+    ) -> tuple[set[UUID], dt.date]:
+        """Move the position behind a message; see GroupStore.move."""
+        return self._group.move(
+            connection,
+            part.partition,
+            last.offset() + 1,
+            log_end=self.log_end(part.partition),
+            leader_epoch=last.leader_epoch(),
+            ids=ids,
+            applied=applied,
+            dead=dead,
+        )

@@ -39,6 +39,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 from uuid import UUID
 
@@ -60,55 +61,61 @@ _CHECK: Final = f"{IMMEDIATE}; SET CONSTRAINTS ALL DEFERRED"
 _logger: Final = logging.getLogger("outbox.inbox")
 
 
+@dataclass(slots=True)
+class _Batch:
+    """Messages of a partition: all of a batch, those to be applied, and by their offsets those that can't be."""
+
+    messages: Sequence[KafkaMessage]
+    pending: list[KafkaMessage] = field(default_factory=list)
+    failures: dict[int, MessageFailed] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        return self.messages[0].offset()
+
+    @property
+    def last(self) -> int:
+        return self.messages[-1].offset()
+
+
 class AtMostOnceApplier(Applier):
     """Runs the transactions of a member's partitions, two for each batch."""
 
     def apply(self, part: Assigned) -> bool:
         """Give up the next messages of a partition, and apply them. Returns whether to continue at once."""
-        batch = part.next_batch(self.settings.batch)
-        pending: Sequence[KafkaMessage] = ()
-        failures: dict[int, MessageFailed] = {}
-
-        def give_up(connection: psycopg.Connection[Any]) -> None:
-            nonlocal pending
-            pending = self._give_up(connection, part, batch, failures)
-
+        batch = _Batch(part.next_batch(self.settings.batch))
         # No message is at fault, however often it is interrupted: none was looked at.
         try:
-            if not self._attempt(part, Strikes(), give_up, self._postpone):
+            if not self._attempt(
+                part, Strikes(), lambda connection: self._give_up(connection, part, batch), self._postpone
+            ):
                 return False
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
             self._postpone(part, error)
             return False
-        part.moved(batch[-1].offset() + 1)
-        if not pending:
-            self._count(part, batch, pending, failures)
+        part.moved(batch.last + 1)
+        if not batch.pending:
+            self._count(part, batch)
             return True
-        return self._have_effect(part, batch, pending, failures)
+        return self._have_effect(part, batch)
 
-    def _have_effect(
-        self,
-        part: Assigned,
-        batch: Sequence[KafkaMessage],
-        pending: Sequence[KafkaMessage],
-        failures: dict[int, MessageFailed],
-    ) -> bool:
+    def _have_effect(self, part: Assigned, batch: _Batch) -> bool:
         """Call the handler for what was given up, and confirm it. Returns whether to continue at once."""
         assert part.position is not None
-        claim, first = part.position, batch[0].offset()
+        claim, pending = part.position, batch.pending
         called: list[KafkaMessage] = []
         found: list[MessageFailed] = []
         interruptions: list[BaseException] = []
 
         def apply(connection: psycopg.Connection[Any]) -> None:
-            self._group.confirm(connection, part.partition, first, len(pending), claim.generation)
+            self._group.confirm(connection, part.partition, batch.first, len(pending), claim.generation)
             found.extend(
                 failed for message in pending if (failed := self._failure(connection, message, called)) is not None
             )
             if found:
                 self._group.move(connection, part.partition, None, applied=-len(found))
                 self._record(connection, part, found)
-                failures.update((failed.message.offset(), failed) for failed in found)
+                batch.failures.update((failed.message.offset(), failed) for failed in found)
 
         def wait(part: Assigned, error: BaseException) -> None:
             interruptions.append(error)
@@ -122,14 +129,14 @@ class AtMostOnceApplier(Applier):
                 at, why = error.message.offset(), error.why
                 rest = [MessageFailed(message, "failed", why.error) for message in pending if message.offset() >= at]
                 self._stop_if_committed(part, error, [*found, *rest], applied=-len(found) - len(rest))
-            name = f"{part.name} offsets {first} to {batch[-1].offset()}"
+            name = f"{part.name} offsets {batch.first} to {batch.last}"
             _logger.error("%s can't be committed: %s", name, error)  # noqa: TRY400  its text is enough
             part.forget_claim(0.0)
-            self._count_lost(part, claim, batch, (called or batch)[-1], error)
+            self._count_lost(part, claim, batch, (called or batch.messages)[-1], error)
             return True
         if committed:
-            self._observe(part, [message for message in pending if message.offset() not in failures])
-            self._count(part, batch, pending, failures)
+            self._observe(part, [message for message in pending if message.offset() not in batch.failures])
+            self._count(part, batch)
             return True
         # The claim records what was not confirmed.
         part.forget_claim(part.due)
@@ -137,63 +144,34 @@ class AtMostOnceApplier(Applier):
             self._count_lost(part, claim, batch, called[-1], interruptions[-1])
         return False
 
-    def _give_up(
-        self,
-        connection: psycopg.Connection[Any],
-        part: Assigned,
-        batch: Sequence[KafkaMessage],
-        failures: dict[int, MessageFailed],
-    ) -> Sequence[KafkaMessage]:
-        """Move the position behind a batch. Returns the messages to be applied; adds to ``failures`` those that can't.
+    def _give_up(self, connection: psycopg.Connection[Any], part: Assigned, batch: _Batch) -> None:
+        """Move the position behind a batch. Finds the messages to be applied, and those that can't be.
 
         A message whose id was applied, or given up, before is neither.
         """
-        assert part.position is not None
-        ids = self._ids(batch, failures)
-        known = [one for one in ids.values() if one is not None]
-        new, today = self._group.move(
-            connection,
-            part.partition,
-            batch[-1].offset() + 1,
-            log_end=self.log_end(part.partition),
-            leader_epoch=batch[-1].leader_epoch(),
-            ids=known,
-            applied=len(ids) - len(known),
-        )
-        counted = len(ids) - len(known) + len(new)
-        before = self._group.forgotten_before(connection, new, today)
-        pending = []
-        for message in (one for one in batch if one.offset() in ids):
-            id_ = ids[message.offset()]
-            try:
-                if id_ is not None:
-                    if id_ not in new:
-                        continue
-                    # If several messages have one id, the first counts.
-                    new.discard(id_)
-                    self._check_age(message, id_, before)
-            except MessageFailed as failed:
-                failures[message.offset()] = failed
-            else:
-                pending.append(message)
-        if failures:
-            self._record(connection, part, failures.values())
-        if pending:
-            first, end = batch[0].offset(), batch[-1].offset() + 1
-            self._group.give_up(connection, part.partition, first, end, counted)
-        elif counted:
-            self._group.move(connection, part.partition, None, applied=-counted)
-        return pending
-
-    def _ids(self, batch: Sequence[KafkaMessage], failures: dict[int, MessageFailed]) -> dict[int, UUID | None]:
-        """Return the id of each message by its offset; add to ``failures`` those that no handler may get."""
         ids: dict[int, UUID | None] = {}
-        for message in batch:
+        for message in batch.messages:
             try:
                 ids[message.offset()] = self._id(message)
             except MessageFailed as failed:
-                failures[message.offset()] = failed
-        return ids
+                batch.failures[message.offset()] = failed
+        known = [one for one in ids.values() if one is not None]
+        unknown = len(ids) - len(known)
+        new, today = self._move_behind(connection, part, batch.messages[-1], ids=known, applied=unknown)
+        counted = unknown + len(new)
+        before = self._group.forgotten_before(connection, new, today)
+        for message in (one for one in batch.messages if one.offset() in ids):
+            try:
+                if self._is_new(message, ids[message.offset()], new, before):
+                    batch.pending.append(message)
+            except MessageFailed as failed:
+                batch.failures[message.offset()] = failed
+        if batch.failures:
+            self._record(connection, part, batch.failures.values())
+        if batch.pending:
+            self._group.give_up(connection, part.partition, batch.first, batch.last + 1, counted)
+        elif counted:
+            self._group.move(connection, part.partition, None, applied=-counted)
 
     def _failure(
         self, connection: psycopg.Connection[Any], message: KafkaMessage, called: list[KafkaMessage]
@@ -213,19 +191,13 @@ class AtMostOnceApplier(Applier):
             return failed
         return None
 
-    def _count(
-        self,
-        part: Assigned,
-        batch: Sequence[KafkaMessage],
-        pending: Sequence[KafkaMessage],
-        failures: dict[int, MessageFailed],
-    ) -> None:
+    def _count(self, part: Assigned, batch: _Batch) -> None:
         """Log failures that are recorded. Raises HandlerFailed for too many in a row."""
-        applied = {message.offset() for message in pending} - failures.keys()
-        for message in batch:
+        applied = {message.offset() for message in batch.pending} - batch.failures.keys()
+        for message in batch.messages:
             if message.offset() in applied:
                 part.deaths = 0
-            elif (failed := failures.get(message.offset())) is not None:
+            elif (failed := batch.failures.get(message.offset())) is not None:
                 part.deaths += 1
                 text = failed.why.error
                 _logger.error("%s offset %d was given up: %s", part.name, message.offset(), text)
@@ -234,12 +206,7 @@ class AtMostOnceApplier(Applier):
                     raise HandlerFailed(*part.partition, message.offset(), 1, why, given_up=True) from failed.__cause__
 
     def _count_lost(
-        self,
-        part: Assigned,
-        claim: ClaimedOffset,
-        batch: Sequence[KafkaMessage],
-        last: KafkaMessage,
-        error: BaseException,
+        self, part: Assigned, claim: ClaimedOffset, batch: _Batch, last: KafkaMessage, error: BaseException
     ) -> None:
         """Count a batch that was lost behind the call of a handler. Raises HandlerFailed for too many in a row.
 
@@ -250,9 +217,9 @@ class AtMostOnceApplier(Applier):
             return
         # No claim follows. Where this can't be recorded now, the next one does.
         with suppress(psycopg.Error), self.session.transaction() as connection:
-            self._group.lose(connection, claim.generation, part.partition, batch[0].offset())
+            self._group.lose(connection, claim.generation, part.partition, batch.first)
         why = (
-            f"offsets {batch[0].offset()} to {batch[-1].offset()} are recorded as lost, as the {part.deaths - 1} "
+            f"offsets {batch.first} to {batch.last} are recorded as lost, as the {part.deaths - 1} "
             f"failures before them: {shown(error)}"
         )
         raise HandlerFailed(*part.partition, last.offset(), 1, why, given_up=True) from error

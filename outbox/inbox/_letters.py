@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any, Final, LiteralString
-from uuid import UUID
 
 import psycopg
 from psycopg import sql
@@ -20,14 +19,12 @@ from outbox.consumer.letters import (
     ELSEWHERE,
     KEYS,
     RETRIED,
-    DeadLetter,
     DeadLetterStore,
     RetryRecord,
 )
-from outbox.consumer.messages import storable_time, stored_headers
-from outbox.consumer.model import Partition, RejectedRecord
+from outbox.consumer.model import Partition
 from outbox.consumer.statements import columns, statement
-from outbox.inbox._message import KafkaMessage, RetriedMessage
+from outbox.inbox._message import RetriedMessage
 
 _FORGIVEN: Final = f"{BEHIND}; it is too old, and was retried all the same"
 """The error of one that is too old, and waits although an operator has it retried: its age is not checked again.
@@ -125,27 +122,6 @@ class Letters(DeadLetterStore):
             "first": statement(schema, _FIRST, after=sql.SQL("%(after)s::bytea")),
             "following": statement(schema, _FIRST, after=sql.SQL("found.hash")),
         }
-
-    def bury(
-        self,
-        connection: psycopg.Connection[Any],
-        topic_id: str,
-        message: KafkaMessage,
-        id_: UUID | None,
-        why: RejectedRecord,
-        attempts: int,
-    ) -> None:
-        """Store a message whole."""
-        letter = DeadLetter(
-            why,
-            id_,
-            message.key(),
-            message.value(),
-            stored_headers(message.headers() or ()),
-            storable_time(message.timestamp()[1]) * 1000,
-            attempts,
-        )
-        self.write(connection, topic_id, [letter])
 
     def keys(self, connection: psycopg.Connection[Any], topic: str) -> set[bytes]:
         """Return the keys of a topic's dead letters: later messages of these wait behind them."""

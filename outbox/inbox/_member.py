@@ -271,8 +271,7 @@ class Member:
                 self._applier.interrupted(error, "claiming partitions", partitions)
                 pause(self._stopping, attempt - 1)
         parts = [] if claimed is None else [self._assign(partition, claimed.get(partition)) for partition in partitions]
-        if leaderless := [part for part in parts if part.position is None]:
-            self._applier.postpone(leaderless, _leaderless(leaderless), "claiming partitions")
+        self._wait_for_leaders([part for part in parts if part.position is None], "claiming partitions")
         found = [TopicPartition(*part.partition, part.fetched) for part in parts]
         (kafka.incremental_assign if self._incremental else kafka.assign)(found)
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
@@ -376,9 +375,13 @@ class Member:
                 self._applier.postpone([part], error, f"claiming {part.name} again")
             else:
                 part.claimed(position, self._waiting.keys[partition[0]])
+        self._wait_for_leaders(list(parts.values()), "claiming partitions again")
+
+    def _wait_for_leaders(self, parts: Sequence[Assigned], doing: str) -> None:
         if parts:
-            leaderless = list(parts.values())
-            self._applier.postpone(leaderless, _leaderless(leaderless), "claiming partitions again")
+            more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+            error = KafkaFailed(f"Kafka names no leader of {parts[0].name}{more}")
+            self._applier.postpone(parts, error, doing)
 
     def _seek(self, part: Assigned, offset: int) -> None:
         here = TopicPartition(*part.partition, offset)
@@ -449,8 +452,3 @@ class Member:
         }
         if other:
             self._check_positions(other)
-
-
-def _leaderless(parts: Sequence[Assigned]) -> KafkaFailed:
-    more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-    return KafkaFailed(f"Kafka names no leader of {parts[0].name}{more}")

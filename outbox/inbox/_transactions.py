@@ -199,6 +199,16 @@ class Transactions:
         except MessageIdMissing as error:
             raise MessageFailed(message, "no-id", str(error)) from error
 
+    def _is_new(self, message: KafkaMessage, id_: UUID | None, new: set[UUID], before: dt.date) -> bool:
+        """Return whether a message is to be applied; of several with one id, the first. Raises MessageFailed."""
+        if id_ is None:
+            return True
+        if id_ not in new:
+            return False
+        new.discard(id_)
+        self._check_age(message, id_, before)
+        return True
+
     def _check_age(self, message: KafkaMessage, id_: UUID, before: dt.date) -> None:
         if NO_TIME < day(id_) < before:
             raise MessageFailed(message, "too-old", too_old(self._group.name, id_, before))

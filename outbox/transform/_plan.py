@@ -11,9 +11,7 @@ from typing import Any, Final
 
 from confluent_kafka import TopicPartition
 
-from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka import complete
-from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.member_clients import READING
 from outbox.consumer.model import Partition
 from outbox.consumer.stalled import Watch
@@ -105,8 +103,3 @@ def client_options(
     }
     # librdkafka's default compares no checksums.
     return {"check.crcs": True, **completed, **reading}, {**tuned, **completed, **writing}
-
-
-def admin(options: Mapping[str, Any]) -> KafkaAdmin:
-    """Return what asks for topics and the group, with the consumer's options."""
-    return KafkaAdmin(without_callbacks(options), seconds=SECONDS)

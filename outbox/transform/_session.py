@@ -12,15 +12,17 @@ from typing import Any, Final, Self
 from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
 from outbox._clients.backoff import pause
+from outbox._clients.callbacks import without_callbacks
 from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds
 from outbox._clients.threads import within
+from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.member_clients import MemberClients, subscribe
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
 from outbox.consumer.model import Partition
 from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
 from outbox.transform._first_records import FirstRecords, NotAcknowledged
-from outbox.transform._plan import SECONDS, Plan, Progress, admin, logger
+from outbox.transform._plan import SECONDS, Plan, Progress, logger
 from outbox.transform._positions import (
     answered,
     beginnings,
@@ -80,9 +82,9 @@ class Session:
         with self._clients.making():
             self._make_producer()
             self._consumer = Consumer({**options, "error_cb": self._clients.hear})
-            kafka = admin(options)
-        self._kafka, self._topic_ids = kafka, TopicIds(kafka.describe)
-        self._static = StaticGroup(self._plan.group, options, kafka)
+            self._kafka = KafkaAdmin(without_callbacks(options), seconds=SECONDS)
+        self._topic_ids = TopicIds(self._kafka.describe)
+        self._static = StaticGroup(self._plan.group, options, self._kafka)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.rows import dict_row
 
-from outbox.consumer.admin.page import KIND
+from outbox.consumer.admin.dead_letters import KIND
 from outbox.errors import NotFound, OperationRefused
 from outbox.event import DEAD_LETTER, REPLAY
 from relay.database import unavailable_on_error

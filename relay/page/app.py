@@ -17,8 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from outbox.consumer.admin.page import ConsumerPages
 from outbox.consumer.postgres_errors import connect
+from outbox.consumer.progress import latencies
 from outbox.errors import OutboxError
 from relay.config import load
 from relay.core.ports import DatabaseUnavailable
@@ -116,9 +116,8 @@ def _route(page: Page, view: api.View, prefix: str) -> Route:
 def _latency(side: Consumers) -> Latency | None:
     if not side.exist():
         return None
-    with side.opened(ConsumerPages) as pages:
-        found = pages.latencies()
-    return Latency(found[len(found) // 2], found[int(len(found) * 0.95)]) if found else None
+    with side.opened(latencies) as found:
+        return Latency(found[len(found) // 2], found[int(len(found) * 0.95)]) if found else None
 
 
 def _file(file: Path) -> Callable[[Request], Any]:

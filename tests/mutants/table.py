@@ -407,8 +407,8 @@ MUTANTS: Final = (
     Mutant(
         "repeats_are_applied",
         "once: a repeat has no effect",
-        "outbox/inbox/_applier.py",
-        "                if id_ not in new:\n                    continue\n",
+        "outbox/inbox/_transactions.py",
+        "        if id_ not in new:\n            return False\n",
         "",
         (f"{_INBOX}/test_consumer.py",),
     ),

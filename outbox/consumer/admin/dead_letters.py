@@ -1,4 +1,4 @@
-"""Operators' actions on messages that could not be applied: list, retry, discard.
+"""Messages that could not be applied: lists and pages of them, and operators' actions, retry and discard.
 
 | action                     | what follows                                                                          |
 |----------------------------|---------------------------------------------------------------------------------------|
@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, LiteralString
+from typing import Any, Final, LiteralString, NamedTuple
 
 import orjson
 import psycopg
@@ -31,6 +31,14 @@ from outbox.errors import ConfigurationError, NotFound
 
 REASONS: Final = ("undecodable", "no-id", "too-old", "failed", "rejected", "behind")
 """Why a message is a dead letter. ``behind``: only because an earlier message of its key is a dead letter."""
+PAGE: Final = 50
+COUNTED: Final = 10_000
+"""At most this many dead letters are grouped."""
+# Errors that differ only in numbers and ids are one kind: of a topic that is too small for its messages, each event has
+# an error with a size of its own.
+KIND: Final = r"""regexp_replace(regexp_replace(left({error}, 300),
+       '[0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}}', '…', 'gi'), '[0-9]+', 'N', 'g')"""
+
 
 _CHOSEN: Final = """(%(ids)s::bigint[] IS NULL OR d.id = ANY(%(ids)s::bigint[]))
    AND (%(grp)s::text IS NULL OR d.grp = %(grp)s)
@@ -55,6 +63,21 @@ SELECT d.id, d.grp, d.topic, d.topic_id, d.part, d.message_offset, d.message_id:
            SELECT other.id FROM (SELECT d.*) AS letter, {dead_letters} AS other
             WHERE {earlier} ORDER BY other.id LIMIT 1) END AS waits_for
   FROM {dead_letters} AS d WHERE d.id = %(id)s"""
+
+_GROUPED: Final = """
+SELECT kind, grp, topic, reason, state, min(error) AS sample, count(*) AS messages, min(died_at) AS first,
+       max(last_failed_at) AS last
+  FROM (SELECT grp, topic, reason, state, died_at, last_failed_at, left(error, 300) AS error, {kind} AS kind
+          FROM {dead_letters} LIMIT %(most)s) AS counted
+ GROUP BY kind, grp, topic, reason, state ORDER BY count(*) DESC, grp, topic, reason, kind, state LIMIT 200"""
+
+_PAGE: Final = """
+SELECT id, grp, topic, part, message_offset, message_id, reason, error, state, attempts, died_at, last_failed_at
+  FROM {dead_letters}
+ WHERE (%(kind)s::text IS NULL OR {kind} = %(kind)s) AND (%(group)s::text IS NULL OR grp = %(group)s)
+   AND (%(topic)s::text IS NULL OR topic = %(topic)s) AND (%(part)s::bigint IS NULL OR part = %(part)s)
+   AND (%(cause)s::text IS NULL OR reason = %(cause)s) AND (%(after)s::bigint IS NULL OR id > %(after)s)
+ ORDER BY id LIMIT %(limit)s"""
 
 # By hash to use the index, and by the key itself to be exact. A message without a key has no others of its key.
 _SAME_KEY: Final = """other.grp = d.grp AND other.topic = d.topic
@@ -112,8 +135,10 @@ _PARTS: Final = {
     "earlier": sql.SQL(EARLIER),
     "described": sql.SQL(DESCRIBED),
     "contents": sql.SQL(CONTENTS),
+    "kind": sql.SQL(KIND).format(error=sql.Identifier("error")),
 }
 _TIMEOUT: Final = "SELECT set_config('lock_timeout', '10s', true)"
+_PAGE_TIMEOUT: Final = "SELECT set_config('statement_timeout', '10s', true)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +160,16 @@ class Selection:
     def bound(self) -> dict[str, Any]:
         ids = list(self.ids) if self.ids is not None else None
         return {"ids": ids, "grp": self.group, "topic": self.topic, "reason": self.reason}
+
+
+class Filter(NamedTuple):
+    """Which dead letters a page shows: by the kind of their error (``kind`` of a group), group, partition and cause."""
+
+    kind: str | None = None
+    group: str | None = None
+    topic: str | None = None
+    part: int | None = None
+    cause: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +195,24 @@ class DeadLetters:
         """Return up to ``limit`` dead letters, the oldest first, with keys but without values and headers."""
         with clear_errors("listing dead letters"):
             return self._run(_LIST, selection.bound() | {"limit": limit})
+
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """Return kind, grp, topic, reason, state, messages, first and last of each group, the largest first.
+
+        ``sample`` is one of its errors.
+        """
+        return self._look(_GROUPED, {"most": COUNTED})
+
+    def page(
+        self, chosen: Filter, after: int | None = None, limit: int = PAGE
+    ) -> tuple[Sequence[Mapping[str, Any]], int | None]:
+        """Return a page of dead letters without contents, and the id that the next page begins behind."""
+        rows = self._look(_PAGE, {**chosen._asdict(), "after": after, "limit": limit + 1})
+        return rows[:limit], rows[limit - 1]["id"] if len(rows) > limit else None
+
+    def selection(self, chosen: Filter) -> Selection:
+        """Return up to COUNTED of these dead letters, for ``retry`` and ``discard``."""
+        return Selection([row["id"] for row in self.page(chosen, limit=COUNTED)[0]])
 
     def show(self, dead_letter: int) -> dict[str, Any]:
         """Return the whole row, with the number of messages ``behind_it`` and the one that it ``waits_for``, if any.
@@ -194,6 +247,11 @@ class DeadLetters:
                 details = {"behind_discarded": [row["id"] for row in gone], "ids": freed}
                 note(self._connection, self._schema, "retry dead letters", None, details)
         return Discarded(gone, freed)
+
+    def _look(self, query: LiteralString, values: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        with clear_errors("looking through dead letters"), self._connection.transaction():
+            self._connection.execute(_PAGE_TIMEOUT)
+            return self._run(query, values)
 
     def _run(self, query: LiteralString, values: dict[str, Any]) -> Sequence[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:

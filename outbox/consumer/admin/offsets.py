@@ -17,7 +17,7 @@ that is running is fenced, and continues from the new offsets when it is started
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, LiteralString
 
@@ -29,7 +29,7 @@ from outbox.consumer.admin.moves import Move, Wanted, after_losses, gone, move, 
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.groups import CLAIM_ALL, GroupStore
-from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing
+from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing, TopicSnapshot
 from outbox.consumer.losses import kind_of
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
 from outbox.consumer.postgres_errors import clear_errors
@@ -44,7 +44,7 @@ SHOWN_LOSSES: Final = 1000
 """How many losses of a group are shown."""
 
 _GROUPS: Final = """
-SELECT grp, generation, owner, taken_at, forgotten_before FROM {groups}
+SELECT grp AS "group", generation, owner, taken_at, forgotten_before FROM {groups}
  WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp"""
 _POSITIONS: Final = """
 SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets}
@@ -78,7 +78,6 @@ _NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON 
 _NEXT_GENERATION: Final = """
 UPDATE {groups} SET generation = generation + 1, owner = %(owner)s, taken_at = now()
  WHERE grp = %(grp)s RETURNING generation, forgotten_before"""
-_STORED: Final = "SELECT part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s"
 _OPEN: Final = """
 SELECT part, kind, min(first_offset) AS first_offset FROM {losses}
  WHERE grp = %(grp)s AND topic = %(topic)s AND accepted_at IS NULL GROUP BY part, kind"""
@@ -205,33 +204,26 @@ class Offsets:
             self._no_such_group(group)
         counts = {loss["grp"]: loss["of_group"] for loss in lost}
         topics = sorted({row["topic"] for row in positions})
-        ids: Mapping[str, str] = {}
-        bounds: Mapping[Partition, OffsetBounds] = {}
-        leaderless: Collection[Partition] = ()
-        away = None
+        kafka = TopicSnapshot({}, {}, (), frozenset())
+        away: str | None = None
         if topics:
             try:
-                snapshot = self._kafka.snapshot(topics, high_watermarks=True, optional=lambda _: True)
-                ids, bounds, leaderless = snapshot.ids, snapshot.bounds, snapshot.leaderless
+                kafka = self._kafka.snapshot(topics, high_watermarks=True, optional=lambda _: True)
             except (ConsumerUnavailable, NotAuthorized) as error:
                 away = str(error)
         return [
             Group(
-                group=row["grp"],
-                generation=row["generation"],
-                owner=row["owner"],
-                taken_at=row["taken_at"],
-                forgotten_before=row["forgotten_before"],
+                **row,
                 positions=_positions(
-                    [one for one in positions if one["grp"] == row["grp"]], ids, bounds, leaderless, known=away is None
+                    [one for one in positions if one["grp"] == row["group"]], kafka, known=away is None
                 ),
-                open_losses=None if losses is None else counts.get(row["grp"], 0),
+                open_losses=None if losses is None else counts.get(row["group"], 0),
                 losses=[
                     {name: value for name, value in loss.items() if name not in _PLACE}
                     for loss in lost
-                    if loss["grp"] == row["grp"] and loss["place"] <= (losses or 0)
+                    if loss["grp"] == row["group"] and loss["place"] <= (losses or 0)
                 ],
-                lost_topics=sorted({loss["topic"] for loss in lost if loss["grp"] == row["grp"]}),
+                lost_topics=sorted({loss["topic"] for loss in lost if loss["grp"] == row["group"]}),
             )
             for row in groups
         ], away
@@ -359,9 +351,8 @@ class Offsets:
                 groups, found = self._fence(values, new=asked.new)
                 generation = groups[0]["generation"]
             forgotten = groups[0]["forgotten_before"] if groups else None
-            stored = {
-                row["part"]: StoredOffset(row["topic_id"], row["next_offset"]) for row in self._rows(_STORED, **values)
-            }
+            known = GroupStore(self._schema, asked.group).stored(self._connection, [asked.topic])
+            stored = {part: here for (_, part), here in known.items()}
             losses: dict[int, list[tuple[str, int]]] = {}
             for row in self._rows(_OPEN, **values):
                 losses.setdefault(row["part"], []).append((row["kind"], row["first_offset"]))
@@ -372,7 +363,9 @@ class Offsets:
                     # An accepted loss without a move too: the epoch stored there would report it again.
                     halting = any(kind != LossKind.GIVEN_UP for kind, _ in losses.get(one.part, ()))
                     if one.changes or halting:
-                        self._write(values, one, generation, bounds.get(one.part))
+                        log_end = bounds[one.part].end if one.part in bounds else None
+                        query = _DELETE if one.after is None else _WRITE
+                        self._rows(query, **values, **asdict(one), generation=generation, log_end=log_end)
                 touched = [asked.part] if asked.part is not None else list(losses)
                 accepted = [row["id"] for row in self._rows(_ACCEPT, **values, parts=touched, unseen=asked.unseen)]
                 if not accepted and not found and not any(one.changes for one in moves):
@@ -407,22 +400,8 @@ class Offsets:
         found = GroupStore(self._schema, str(values["grp"])).lose(self._connection, raised[0]["generation"])
         return raised, found
 
-    def _write(self, values: Mapping[str, object], one: Move, generation: int, there: OffsetBounds | None) -> None:
-        if one.after is None:
-            self._rows(_DELETE, **values, part=one.part)
-        else:
-            self._rows(
-                _WRITE,
-                **values,
-                part=one.part,
-                topic_id=one.topic_id,
-                after=one.after,
-                generation=generation,
-                log_end=None if there is None else there.end,
-            )
-
     def _no_such_group(self, group: str) -> None:
-        known = [row["grp"] for row in self._rows(_GROUPS, grp=None)]
+        known = [row["group"] for row in self._rows(_GROUPS, grp=None)]
         raise NotFound(f"there is no group {group}; known: {', '.join(known) or 'none'}")
 
     def _rows(self, query: LiteralString, **values: object) -> list[dict[str, Any]]:
@@ -445,23 +424,19 @@ def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:
         )
 
 
-def _positions(
-    rows: Sequence[Mapping[str, Any]],
-    ids: Mapping[str, str],
-    bounds: Mapping[Partition, OffsetBounds],
-    leaderless: Collection[Partition],
-    *,
-    known: bool,
-) -> list[PartitionOffsets]:
-    """Combine the stored offsets with Kafka's, including partitions that the group has not read yet."""
+def _positions(rows: Sequence[Mapping[str, Any]], kafka: TopicSnapshot, *, known: bool) -> list[PartitionOffsets]:
+    """Combine the stored offsets with Kafka's, including partitions that the group has not read yet.
+
+    known  Kafka has answered.
+    """
     stored = {(row["topic"], row["part"]): row for row in rows}
     topics = {topic for topic, _ in stored}
-    met = stored.keys() | {partition for partition in (*bounds, *leaderless) if partition[0] in topics}
+    met = stored.keys() | {at for at in (*kafka.bounds, *kafka.leaderless) if at[0] in topics}
     found = []
     for topic, part in sorted(met):
-        row, there = stored.get((topic, part)), bounds.get((topic, part))
-        trouble = _trouble(row, there, ids.get(topic)) if known else None
-        if trouble is None and (topic, part) in leaderless:
+        row, there = stored.get((topic, part)), kafka.bounds.get((topic, part))
+        trouble = _trouble(row, there, kafka.ids.get(topic)) if known else None
+        if trouble is None and (topic, part) in kafka.leaderless:
             trouble = "it has no leader"
         at = None if row is None else row["next_offset"]
         found.append(

@@ -11,10 +11,7 @@ from starlette.responses import Response
 
 from outbox._app.text import event_id_of
 from outbox._clients.counting import counted
-from outbox.consumer.admin import page as consumer_pages
-from outbox.consumer.admin.dead_letters import DeadLetters as MessageDeadLetters
-from outbox.consumer.admin.dead_letters import Selection as MessageSelection
-from outbox.consumer.admin.page import ConsumerPages
+from outbox.consumer.admin import dead_letters as consumer_letters
 from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letters import COUNTS, DeadLetters, FailureCursor, Filter, Selection
@@ -181,13 +178,13 @@ class _ConsumerSide:
         """Return the groups of messages; none without the consumers' tables."""
         if not self._page.consumers.exist():
             return []
-        with self._page.consumers.opened(ConsumerPages) as pages:
-            return pages.dead_letter_groups()
+        with self._page.consumers.opened(consumer_letters.DeadLetters) as letters:
+            return letters.groups()
 
     def index(self, request: Request) -> Response:
         chosen, filters = self._filter(request.query_params.get)
-        with self._page.consumers.opened(ConsumerPages) as pages:
-            rows, after = pages.dead_letters(chosen, number_of(request.query_params.get("after")))
+        with self._page.consumers.opened(consumer_letters.DeadLetters) as letters:
+            rows, after = letters.page(chosen, number_of(request.query_params.get("after")))
         more = None if after is None else urlencode({**filters, "after": after})
         return self._page.render(
             request, "dead_letters_consumer.html", view="dead letters", filters=filters, rows=rows, more=more
@@ -203,16 +200,16 @@ class _ConsumerSide:
         numbers = [_number(text) for text in form.all(self.id_field) if text]
         if numbers:
             what = f"dead letter {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} dead letters"
-            return MessageSelection(numbers), what
+            return consumer_letters.Selection(numbers), what
         chosen, filters = self._filter(form.exact)
         if not filters:
             raise ConfigurationError("give the numbers of dead letters, or a group of them")
-        with self._page.consumers.opened(ConsumerPages) as pages:
-            selection = pages.selection(chosen)
+        with self._page.consumers.opened(consumer_letters.DeadLetters) as letters:
+            selection = letters.selection(chosen)
         if not (size := self.size(selection)):
             raise ConfigurationError("no dead letter matches any more")
         what = "messages of " + ", ".join(f"{name} {value}" for name, value in filters.items())
-        return selection, f"the first {size:,} {what}" if size >= consumer_pages.COUNTED else what
+        return selection, f"the first {size:,} {what}" if size >= consumer_letters.COUNTED else what
 
     def size(self, selection: Any) -> int:
         return len(selection.ids or ())
@@ -221,20 +218,20 @@ class _ConsumerSide:
         return [f"{counted(self.size(selection), 'message')} would be {'discarded for good' if discard else 'retried'}"]
 
     def retry(self, selection: Any) -> str:
-        with self._page.consumers.opened(MessageDeadLetters) as letters:
+        with self._page.consumers.opened(consumer_letters.DeadLetters) as letters:
             done = letters.retry(selection)
         return f"{counted(len(done), 'message')} will be retried in the next round of their groups"
 
     def discard(self, selection: Any, reason: str) -> str:
-        with self._page.consumers.opened(MessageDeadLetters) as letters:
+        with self._page.consumers.opened(consumer_letters.DeadLetters) as letters:
             done = letters.discard(selection, reason)
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
         return f"{_were(len(done.gone), 'message')} discarded{freed}"
 
-    def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_pages.Filter, dict[str, str]]:
+    def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_letters.Filter, dict[str, str]]:
         values = {name: get(name) for name in self.filters}
         part = number_of(values["part"])
-        chosen = consumer_pages.Filter(values["kind"], values["group"], values["topic"], part, values["cause"])
+        chosen = consumer_letters.Filter(values["kind"], values["group"], values["topic"], part, values["cause"])
         return chosen, _given(values)
 
 

@@ -15,7 +15,7 @@ from support import wait_until
 from outbox.consumer import statements
 from outbox.external import External, reservations
 from outbox.external.caller import Caller
-from outbox.external.reservations import Chosen, ReservationAdmin, Reservations
+from outbox.external.reservations import Answered, Chosen, ReservationAdmin, Reservations
 from outbox.external.state_machine import Answer
 
 __all__ = ["provider", "sink"]
@@ -84,7 +84,7 @@ def claim_all(book: Reservations, connection: psycopg.Connection[Any], most: int
 
 
 def settle(book: Reservations, connection: psycopg.Connection[Any], claim: reservations.ClaimedCall) -> None:
-    change, failed = book.settle(connection, claim, claim.step, Answer("done"), 0.5)
+    change, failed = book.settle(connection, Answered(claim, claim.step, Answer("done"), until=0.0, jitter=0.5))
     assert (change is not None and change.state, failed) == ("confirmed", None)
 
 
