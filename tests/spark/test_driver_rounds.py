@@ -175,9 +175,7 @@ def test_what_is_behind_a_dead_letter_is_put_aside_as_it_is_read(bench, jobs_of_
     assert once() == (1, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("where", "atomic"), [("driver", "partition"), ("executors", "partition"), ("transform", "batch")]
-)
+@pytest.mark.parametrize(("where", "atomic"), [("driver", "partition"), ("transform", "batch")])
 def test_a_hot_key_behind_a_dead_letter_ends_no_job(bench, where, atomic):
     """More of them than max_dead are stored in pieces, in the round of the dead letter and in later ones."""
     transform = (lambda rows: rows.filter("n >= 0")) if where == "transform" else None
@@ -197,7 +195,7 @@ def test_a_hot_key_behind_a_dead_letter_ends_no_job(bench, where, atomic):
         bench.produce((numbered(value), key, part, ided()) for key, value in keys for part in (0, 1))
 
     def once() -> tuple[int, int, int]:
-        totals = bench.once(job, driver_records=2_000 if where == "driver" else 0)
+        totals = bench.once(job)
         return totals.read, totals.applied, totals.dead
 
     send(("free", 1), ("hot", 13), *[("hot", 2), ("free", 3)] * 15)
@@ -354,7 +352,7 @@ def test_a_round_is_bounded_by_bytes_too(bench):
 def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench):
     """One partition, whose large messages do not decode or are of another type, between small ones that are applied."""
     sent = []
-    for number in range(320):
+    for number in range(280):
         large = number % 4 != 0
         value = b"not json" + b"x" * 50_000 if large else {"n": 100 + number}
         kind = b"Other" if large and number % 2 else b"Wanted"
@@ -365,8 +363,8 @@ def test_messages_that_become_no_rows_count_in_a_rounds_bytes(bench):
     for made, driver_records in ((job, 0), (replace(job, group="driver"), 2_000), (transformed, 0)):
         first, *others = rounds_of(bench, made, driver_records)
         # Of four messages three have 50,000 bytes, so that 53 of them have 2 MB.
-        assert (first, max(others) <= 56, sum(others)) == (200, True, 120), made.group
-        assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(80, 80)], made.group
+        assert (first, max(others) <= 56, sum(others)) == (200, True, 80), made.group
+        assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(70, 70)], made.group
 
 
 @pytest.mark.parametrize("driver_records", [0, 2_000])

@@ -51,7 +51,7 @@ class Stopped(Exception):
 
 
 def test_an_error_before_and_after_commit_and_a_restart(stream, monkeypatch):
-    """Nothing is tidied up behind it, as when the driver is killed; that: test_outbox_sink_state.py."""
+    """Nothing is tidied up behind it, as when the driver is killed; that: test_recipes_pipeline.py."""
 
     # The effect is done, and the transaction is not: the number has moved with it, or neither has.
     def effect(cursor: psycopg.Cursor[Any], _: Any) -> None:
