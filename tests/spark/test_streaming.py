@@ -15,7 +15,6 @@ from stream_to_sink import EFFECT, SEEN, Stream, stream
 
 from outbox.consumer.errors import EffectFailed, JobError
 from spark_jobs import ConsumerJob, Insert, Upsert
-from spark_jobs.driver import stream_group
 from spark_jobs.errors import CheckpointConflict
 from spark_jobs.postgres.staging import StagingTables
 
@@ -81,22 +80,6 @@ def test_an_error_before_and_after_commit_and_a_restart(stream, monkeypatch):
     stream.run()
     assert stream.seen() == list(range(9))
     assert stream.left() == []
-
-
-def test_without_the_compare_and_swap_a_batch_is_there_twice(stream, monkeypatch):
-    """The mutation that the tests above are there for."""
-    monkeypatch.setattr(stream_group, "decide", lambda *_, **__: "apply")
-    monkeypatch.setattr(stream_group, "_SWAP", stream_group._SWAP.partition(" WHERE (c.query_id")[0])
-    stream.add()
-
-    def ended(rows: Any, batch_id: int) -> None:
-        stream.function()(rows, batch_id)
-        raise Stopped
-
-    with pytest.raises(StreamingQueryException, match="Stopped"):
-        stream.run(ended)
-    stream.run()
-    assert stream.seen() == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_lost_checkpoint_is_refused(stream):
