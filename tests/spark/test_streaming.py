@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from typing import Any
 
@@ -15,7 +14,6 @@ from stream_to_sink import EFFECT, SEEN, Stream, stream
 
 from outbox.consumer.errors import EffectFailed, JobError
 from spark_jobs import ConsumerJob, Insert, Upsert
-from spark_jobs.errors import CheckpointConflict
 from spark_jobs.postgres.staging import StagingTables
 
 __all__ = ["stream"]
@@ -80,27 +78,6 @@ def test_an_error_before_and_after_commit_and_a_restart(stream, monkeypatch):
     stream.run()
     assert stream.seen() == list(range(9))
     assert stream.left() == []
-
-
-def test_a_lost_checkpoint_is_refused(stream):
-    stream.add()
-    stream.run()
-    shutil.rmtree(stream.checkpoint)
-    function = stream.function()
-    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*a new one"):
-        stream.run(function)
-    assert stream.seen() == [0, 1, 2]
-    conflict = function.exception()
-    assert isinstance(conflict, CheckpointConflict)
-    # It did not end the query that has the group.
-    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]
-    # Whoever has cleared the sink says so, of the state as it is now.
-    with psycopg.connect(stream.url) as connection:
-        connection.execute("TRUNCATE seen")
-    stream.run(stream.function(accept=conflict.state))
-    assert stream.seen() == [0, 1, 2]
-    ((what, details),) = stream.sink("SELECT what, details->>'instead of' FROM consumer.audit")
-    assert (what, details) == ("checkpoint accepted", conflict.state)
 
 
 def test_many_rows_in_a_batch_in_their_order(stream, small_batches):
