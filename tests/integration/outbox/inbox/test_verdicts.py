@@ -10,23 +10,20 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
+from inbox_log import _quick, short_pauses
 from inbox_support import Log, apply
 
-from outbox._clients import backoff
 from outbox.consumer.postgres_errors import MOST_STRIKES
-from outbox.inbox import HandlerFailed, _member, _transactions
+from outbox.inbox import HandlerFailed
+
+__all__ = ["_quick", "short_pauses"]
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 MESSAGES = 300
 BAD = 150
 """Its offset: more than one transaction before it and behind it."""
 TRIES = 3 * MOST_STRIKES
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
-    for module in (backoff, _transactions):
-        monkeypatch.setattr(module, "MEMBER_PAUSE", (0.01, 0.05))
 
 
 @pytest.fixture

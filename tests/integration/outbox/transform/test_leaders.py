@@ -20,6 +20,12 @@ from outbox.transform import InputLost, _positions, _session
 __all__ = ["place"]
 
 
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    """A member soon asks again for leaders."""
+    monkeypatch.setattr(_session, "_LEADER_SECONDS", 0.5)
+
+
 @pytest.fixture
 def away(three_brokers) -> Iterator[tuple[KafkaCluster, Place]]:
     """A group that has read both partitions of a topic, of which the second is only on the first of three brokers."""
