@@ -137,7 +137,7 @@ def test_one_whose_session_fails_as_it_begins_is_not_said_to_stand_still(place, 
         assert (failed, member.stalled(0)) == ([1], [])
 
 
-def test_asking_for_leaders_creates_no_topic(monkeypatch):
+def test_asking_for_leaders_creates_no_topic(three_brokers, monkeypatch):
     """By default a broker creates what a producer's request for metadata names."""
     asked: list[bool] = []
     has_leader = _session.has_leader
@@ -150,11 +150,7 @@ def test_asking_for_leaders_creates_no_topic(monkeypatch):
     monkeypatch.setattr(_session, "_LEADER_SECONDS", 0.0)
     monkeypatch.setattr(_session, "has_leader", never)
     monkeypatch.setattr(_session, "beginnings", lambda *_: ([], {(place.source, 0)}))
-    with (
-        KafkaCluster(settings={"auto.create.topics.enable": "true"}) as cluster,
-        Topics(cluster.bootstrap_servers) as topics,
-        closing(Place(topics, 1)) as place,
-    ):
+    with Topics(three_brokers.bootstrap_servers) as topics, closing(Place(topics, 1)) as place:
         admin = AdminClient(place.options)
         with running(place.member(copied(place))):
             wait_until(lambda: asked, 60, "the first question")
