@@ -97,21 +97,11 @@ def test_an_error_that_passes_is_waited_for_and_not_blamed_on_a_message(bench, d
     assert bench.rows(counted) == [(0, MESSAGES, MESSAGES), (1, OTHERS, OTHERS)]
 
 
-def test_a_statement_limit_that_a_whole_range_exceeds_is_kept_by_parts_of_it(bench, topic):
-    """The effect takes its time for each message; the server's limit is enough for a few hundred at once."""
-    slow = f"{PLAIN}; SELECT pg_sleep(count(*) / 625.0) FROM batch"
-    bench.limit("statement_timeout", "1s")
-    bench.once(job(topic, slow), driver_records=0, max_backoff_seconds=0.2)
-    assert waits(bench)
-    assert all("QueryCanceled" in error for error in waits(bench))
-    assert bench.rows("SELECT part, count(*), count(DISTINCT n) FROM seen GROUP BY 1 ORDER BY 1") == [
-        (0, MESSAGES, MESSAGES),
-        (1, OTHERS, OTHERS),
-    ]
-
-
 def test_a_message_that_always_runs_into_the_statement_limit_is_named_and_the_others_move(bench, drive, topic):
-    """It is no dead letter, as the limit may be met because of a lock; its partition is reported as standing."""
+    """It is no dead letter, as the limit may be met because of a lock; its partition is reported as standing.
+
+    A limit that only a whole range exceeds is kept by parts of it in the same way.
+    """
     slow = f"{PLAIN}; SELECT pg_sleep(20) FROM batch WHERE message_part = 0 AND n = {FAULT}"
     bench.limit("statement_timeout", "1s")
     behind: list[dict[tuple[str, int], int]] = []
