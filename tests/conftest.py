@@ -104,6 +104,7 @@ _broker._NODE_SETTINGS = (
     *_broker._NODE_SETTINGS,
     "allow.everyone.if.no.acl.found",
     "authorizer.class.name",
+    "auto.create.topics.enable",
     "background.threads",
     "broker.heartbeat.interval.ms",
     "broker.session.timeout.ms",
@@ -405,7 +406,8 @@ def mortal_kafka(mortal_network: tuple[KafkaCluster, KafkaProxy]) -> Iterator[tu
 def _three() -> KafkaCluster:
     from outbox.sandbox.kafka import KafkaCluster
 
-    return KafkaCluster(brokers=3)
+    # As brokers do by default.
+    return KafkaCluster(brokers=3, settings={"auto.create.topics.enable": "true"})
 
 
 @pytest.fixture

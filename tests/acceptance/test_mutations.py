@@ -2,6 +2,7 @@
 
 What a mutation breaks is an invariant of docs/explanation/protocol.tla. For every mutation the same scenario is run
 with the relay as it is too, here or where a comment says, and passes: it is the guard that makes the difference.
+A relay that goes on with a lane that another one has: tests/integration/relay/core/test_protocol_mutations.py.
 What is settled before it is acknowledged, and a marker that comes first: test_protocol_traces.py shows that the
 specification refuses these orders; relays as they are, killed at every step, lose and repeat nothing.
 """
@@ -20,11 +21,9 @@ from support import (
     Load,
     Unsound,
     backlog,
-    caught_up,
     check,
     drained,
     ends,
-    halted,
     look_up,
     owners,
     wait_until,
@@ -56,44 +55,6 @@ def verdict(url: str, messages, twice: Invariant = Invariant.NO_DOUBLE) -> set[I
     except Unsound as unsound:
         return set(unsound.broken)
     return {twice} if repeats else set()
-
-
-def repeated(messages) -> set[bytes]:
-    """The ids of events that stand on the topic more than once."""
-    counts = Counter(dict(message.headers())["ce_id"] for message in messages)
-    return {event_id for event_id, count in counts.items() if count > 1}
-
-
-def test_a_sleeper_that_wakes_with_a_batch_in_hand(outbox_postgres, outbox_kafka, outbox_relay, scenario):
-    """It sleeps when Postgres has said that the lanes are its own, and before Kafka is told to commit.
-
-    As it is, it sleeps there in test_stopped_at_every_step_and_woken_after_the_take_over.
-    """
-    url, (kind, topic, settings) = outbox_postgres.url, scenario
-    # Time enough for what the sleeper sends when it wakes.
-    settings = settings | {"relay__lease_seconds": 4.0}
-    program = (MUTANT, "no_epoch_recheck")
-    with Load(url, kind) as load:
-        sleeper = outbox_relay(env={VARIABLE: "txn.confirmed=pause@8"}, program=program, **settings)
-        wait_until(lambda: halted(sleeper), what="the relay to stop")
-        other = outbox_relay(relay__instance="other", program=program, **settings)
-        wait_until(lambda: owners(url) == {"other": 4}, what="the other relay with all lanes")
-        # The other relay must have published what the sleeper has in hand.
-        caught_up(url)
-        sleeper.resume()
-        # What it has in hand it may finish.
-        sleeper.terminate()
-        sleeper.wait()
-        load.stop()
-        # The mutant's markers can stop a lane for good, with a message that comes too late: what it sent is there.
-        stopped = "lane stopped"
-        wait_until(lambda: backlog(url) == 0 or stopped in other.log(), 60, "the outbox to drain")
-        assert other.running
-    messages = outbox_kafka.consume(topic)
-    if backlog(url) == 0:
-        assert verdict(url, messages) == {Invariant.NO_DOUBLE}
-    else:
-        assert repeated(messages)
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,9 @@ from relay.kafka.state_topic import StateTopic
 QUICK = {
     "relay__lease_seconds": 8.0,
     "relay__batch_size": 50,
-    # Connections are cut on purpose here; the client must not take longer and longer to come back.
+    # Connections are cut on purpose here; neither client nor relay must take longer and longer to come back.
     "kafka__reconnect_backoff_max_ms": 200,
+    "relay__max_backoff_seconds": 0.5,
 }
 
 LOST_LATE_OR_DOUBLED = [drop_response, drop_request, duplicate_request, delay_request(1.5)]
@@ -125,8 +126,8 @@ def test_requests_that_are_lost_late_or_doubled(place, outbox_relay, delivery, r
 def test_the_broker_is_killed_while_a_commit_is_under_way(place, mortal_network, outbox_relay):
     """EndTxn is on its way; has been answered. The relay can't know which, and the markers tell."""
     url, (cluster, proxy) = place.url, mortal_network
-    settings = place.settings | {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5}
-    settings |= {"relay__lease_seconds": 20, "kafka__delivery_timeout_ms": 4000}
+    settings = place.settings | {"delivery": "exactly-once", "relay__lease_seconds": 20}
+    settings["kafka__delivery_timeout_ms"] = 4000
     moments = [after_request, instead_of_response]
     before = len(proxy.fired)
     with Load(url, place.kind) as load:
@@ -195,8 +196,8 @@ def test_a_controller_that_does_not_answer_is_asked_anew_in_seconds(place, monke
 def test_an_outage_longer_than_lease_delivery_and_transaction(place, outbox_relay):
     """The network swallows everything. The coordinator ends the transaction by itself; the relay keeps its lanes."""
     url, proxy = place.url, place.proxy
-    settings = place.settings | {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5}
-    settings |= {"kafka__delivery_timeout_ms": 1000, "kafka__transaction_timeout_ms": 1000, "relay__lease_seconds": 4.0}
+    settings = place.settings | {"delivery": "exactly-once", "relay__lease_seconds": 4.0}
+    settings |= {"kafka__delivery_timeout_ms": 1000, "kafka__transaction_timeout_ms": 1000}
     lease = dt.timedelta(seconds=settings["relay__lease_seconds"])
     leases = "SELECT min(lease_until) FROM outbox.lanes"
     with Load(url, place.kind) as load:
@@ -226,8 +227,7 @@ def test_a_batch_that_is_always_late_is_halved_until_it_is_not(place, outbox_rel
     url, proxy = place.url, place.proxy
     count, batch, of_a_request, request_seconds, deadline = 240, 20, 5, 0.1, 0.8
     settings = place.settings | {"delivery": "exactly-once", "relay__batch_size": batch}
-    settings |= {"relay__max_backoff_seconds": 0.5, "kafka__batch_num_messages": of_a_request}
-    settings["kafka__delivery_timeout_ms"] = int(deadline * 1000)
+    settings |= {"kafka__batch_num_messages": of_a_request, "kafka__delivery_timeout_ms": int(deadline * 1000)}
     # A turn is a batch of each of the four lanes, and the answers come one after the other.
     assert 4 * batch / of_a_request * request_seconds >= 2 * deadline
     write(url, [Event(place.kind, f"k{n}", "T", {"n": n}) for n in range(count)])
@@ -250,7 +250,6 @@ def test_a_state_topic_that_can_not_be_read_is_waited_for(place, outbox_relay):
     """A batch is committed and not settled: to publish without its marker would double it."""
     url, proxy = place.url, place.proxy
     settings = place.settings | {"delivery": "exactly-once", "relay__lease_seconds": 1.0}
-    settings["relay__max_backoff_seconds"] = 0.5
     with Load(url, place.kind) as load:
         relay = outbox_relay(env={VARIABLE: "txn.committed=kill@8"}, **settings)
         assert relay.wait(40) == -signal.SIGKILL

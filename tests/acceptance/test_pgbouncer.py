@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import psycopg
-import pytest
 from pgbouncer import PgBouncer
 from support import Crashes, Load, caught_up, check, ends, look_up, wait_until
 
@@ -27,18 +26,16 @@ def answers(url: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
-def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_kafka, outbox_relay, order, delivery):
+def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_kafka, outbox_relay, order):
     """A relay is killed, and then Postgres with commits that were never flushed: what it has lost, Kafka must not have.
 
     The crash comes at any moment of a turn. That rows which vanish between a read and its settling are noticed is for
-    tests/integration/relay/settle/test_adoption.py.
+    tests/integration/relay/settle/test_adoption.py. Exactly-once, without a pooler: test_mutations.py.
     """
     server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
     url = private_postgres.database(server).url
     kind, topic = order
-    settings = {"delivery": delivery, "name": outbox_kafka.name("outbox")}
-    settings |= {"relay__lease_seconds": 20, "relay__batch_size": BATCH}
+    settings = {"name": outbox_kafka.name("outbox"), "relay__lease_seconds": 20, "relay__batch_size": BATCH}
     crashes = Crashes(url, kind, BATCH)
     with PgBouncer(url, size=SERVERS) as pooler, Pooled(pooler.url, kind, threads=3) as load:
         settings["database_url"] = pooler.url
@@ -71,8 +68,4 @@ def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_
         assert relay.running
         ends(relay)
     messages = outbox_kafka.consume(topic)
-    repeats = check(url, messages)
-    if delivery == "exactly-once":
-        assert repeats == 0
-    else:
-        assert repeats == sum(crashes.repeats(messages))
+    assert check(url, messages) == sum(crashes.repeats(messages))

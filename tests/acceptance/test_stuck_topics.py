@@ -65,7 +65,7 @@ class Stuck:
             create_topic(cluster, f"{self._kinds[kind].lower()}-events", [[1, 2, 3], [2, 3, 1], [3, 1, 2]], 2)
         self.settings = settings | {"name": topics.name(own), "bootstrap_servers": cluster.bootstrap_servers}
         self.settings |= {"log_format": "json", "relay__lease_seconds": 9, "relay__batch_size": 200}
-        self.settings["kafka__delivery_timeout_ms"] = 2000
+        self.settings |= {"kafka__delivery_timeout_ms": 2000, "relay__max_backoff_seconds": 0.5}
         if settings["source"] == "wal":
             self.settings["wal__slot"] = self.settings["name"].replace("-", "_")
             to_wal(url, self.settings)

@@ -16,10 +16,12 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 from confluent_kafka.cimpl import TopicPartition
 from docs_support import blocks
 from support import wait_until
-from transform_support import Place, copied, doubled, running
+from transform_support import Place, _soon, copied, doubled, running
 
 from outbox.transform import InputLost, Record, Transformer
 from relay.kafka.offsets import Offsets, Partition
+
+__all__ = ["_soon"]
 
 
 @pytest.fixture

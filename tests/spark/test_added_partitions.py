@@ -79,26 +79,6 @@ def test_a_run_that_is_stopped_has_the_next_one_wait_too(bench):
     assert waits == [[f"{bench.topic}-3"]] * 2
 
 
-def test_the_others_wait_for_each_other(bench):
-    """From two partitions to three, half of the keys that move do so between the two: here from the first."""
-    bench.orders(["a"], [1], 0)
-    bench.once()
-    bench.orders(["a"], range(2, 2_001), 0)
-    with bench.runner(max_records=ROUND) as runner:
-        assert runner._round(None)
-        bench.add_partitions(3)
-        assert runner._round(None)
-        bench.orders(["a"], [2_001], 1)
-        assert runner._round(None)
-        assert bench.positions() == {0: 3 * ROUND + 1, 1: 0}
-        # The key moves on to the new partition.
-        bench.send_to_added("a", 2_002, 2)
-        while runner._round(None):
-            pass
-    assert bench.totals()["a"][1:4] == (2_002, 2_002, 0)
-    assert bench.positions() == {0: 2_000, 1: 1, 2: 1}
-
-
 def test_one_that_was_seen_empty_waits_too(bench):
     """Producers hear of a new partition minutes after the driver; and an open transaction hides what came before."""
     bench.send("a", 1)

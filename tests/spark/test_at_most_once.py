@@ -5,34 +5,65 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import at_most_once_job
+import psycopg
 import pytest
-from at_most_once_job import at_most_once, calling, once_killing
-from bench import ROOT, Bench, Consumer, expected
-from support import wait_until
+from bench import Bench, expected
 
 from outbox.consumer.errors import EffectFailed
-from spark_jobs import ConsumerJob
+from spark_jobs import ConsumerJob, OffsetsOnly
 
 pytestmark = pytest.mark.spark
 
 NAMES = "abcdefgh"
 
 
-def once_raising(marker: Path) -> Callable[[int, int], None]:
+def calling(calls: Path, fail: Callable[[int, int], None]) -> Callable[[Any, Any], None]:
+    """Return an effect that calls another system: a file with a line for each message, none of which is undone.
+
+    It calls ``fail`` with the partition and the offset of each.
+    """
+
+    def effect(_cursor: Any, table: Any) -> None:
+        for place in zip(table["message_part"].to_pylist(), table["message_offset"].to_pylist(), strict=True):
+            with calls.open("a") as file:
+                print(*place, file=file)
+            fail(*place)
+
+    return effect
+
+
+def once_killing(marker: Path) -> Callable[[int, int], None]:
+    """The first message of partition 1 at offset 3 or later kills its process."""
+
+    def kill(part: int, offset: int) -> None:
+        if part == 1 and offset >= 3 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill
+
+
+def once_raising(marker: Path, url: str) -> Callable[[int, int], None]:
+    """The first message fails. In ``marker`` is of how many partitions others see by then that they were given up."""
+
     def fail(_part: int, _offset: int) -> None:
         if not marker.exists():
-            marker.touch()
+            unconfirmed = "SELECT count(*) FROM consumer.offsets WHERE grp = 'calls' AND unconfirmed_from = 0"
+            with psycopg.connect(url) as other:
+                [(count,)] = other.execute(unconfirmed).fetchall()
+            marker.write_text(str(count))
             raise ValueError("the provider is away")
 
     return fail
 
 
 def job(bench: Bench, effect: Any, atomic: str) -> ConsumerJob:
-    return at_most_once(effect, atomic).with_topics([bench.topic])
+    most = {"strategy": OffsetsOnly(), "atomic": atomic, "delivery": "at-most-once"}
+    return replace(bench.job, group="calls", effect=effect, setup=None, **most)
 
 
 def called(calls: Path) -> list[tuple[int, int]]:
@@ -78,13 +109,19 @@ def test_a_worker_that_is_killed_in_the_effect(bench, tmp_path):
     check(bench, calls, 4 * len(NAMES))
 
 
-@pytest.mark.parametrize("atomic", ["partition", "batch"])
-def test_an_effect_that_fails_ends_the_job_which_goes_on_behind_it(bench, tmp_path, atomic):
+@pytest.mark.parametrize(("atomic", "given_up"), [("partition", {"1", "2"}), ("batch", {"2"})])
+def test_an_effect_that_fails_ends_the_job_which_goes_on_behind_it(bench, tmp_path, atomic, given_up):
+    """And a driver that dies in it leaves to the next claim what it has not recorded.
+
+    What that does: tests/integration/outbox/consumer/test_group_at_most_once.py. Tasks that are killed at each step:
+    tests/integration/spark_jobs/task/test_task_at_most_once.py.
+    """
     calls, marker = tmp_path / "calls", tmp_path / "failed"
     bench.orders(NAMES, range(1, 3))
-    given = job(bench, calling(calls, once_raising(marker)), atomic)
+    given = job(bench, calling(calls, once_raising(marker, bench.database.url)), atomic)
     with pytest.raises(EffectFailed, match="the provider is away"):
         bench.once(given)
+    assert marker.read_text() in given_up
     assert losses(bench)
     before = called(calls)
     bench.orders(NAMES, range(3, 5))
@@ -93,31 +130,6 @@ def test_an_effect_that_fails_ends_the_job_which_goes_on_behind_it(bench, tmp_pa
     # Each partition of the round, at most: none of its messages is called for again.
     ends = positions(bench)
     assert all(end <= ends[part] for part, _, end in losses(bench))
-    check(bench, calls, 4 * len(NAMES))
-
-
-def test_a_driver_that_is_killed_in_the_effect(bench, consumer: Consumer, tmp_path):
-    """Before it could record anything: the next claim does. What the effect had called is not called again.
-
-    At other steps: tests/integration/spark_jobs/task/test_task_at_most_once.py.
-    """
-    calls = tmp_path / "called"
-    bench.orders(NAMES, range(1, 3))
-    folders = os.pathsep.join([str(Path(at_most_once_job.__file__).parent), str(ROOT)])
-    consumer.start("--once", "--master", "local[1,4]", job="at_most_once_job:job", PYTHONPATH=folders)
-    consumer.ended(-signal.SIGKILL)
-    wait_until(bench.has_no_session, 60, "the sessions of the killed driver to end")
-    unconfirmed = "SELECT count(*) FROM consumer.offsets WHERE grp = 'calls' AND unconfirmed_from = 0"
-    assert (losses(bench), bench.rows(unconfirmed)) == ([], [(2,)])
-    before = called(calls)
-    given = job(bench, calling(calls, lambda *_: None), "batch")
-    bench.once(given)
-    lost = losses(bench)
-    assert [first for _, first, _ in lost] == [0, 0]
-    bench.orders(NAMES, range(3, 5))
-    bench.once(given)
-    assert losses(bench) == lost
-    assert called(calls)[: len(before)] == before
     check(bench, calls, 4 * len(NAMES))
 
 

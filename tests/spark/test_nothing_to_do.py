@@ -16,6 +16,7 @@ from confluent_kafka.admin import AdminClient
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
+from outbox.consumer import kafka_admin
 from outbox.consumer.errors import DataLost
 from outbox.consumer.kafka_admin import TopicMissing
 from spark_jobs.driver.options import Totals
@@ -105,16 +106,18 @@ def test_spark_is_started_only_for_what_is_there(spark, outbox_postgres, outbox_
     assert bench.rows("SELECT count(*)::int FROM consumer.losses") == [(1,)]
 
 
-def test_a_topic_that_comes_later(spark, outbox_postgres, outbox_kafka):
+def test_a_topic_that_comes_later(spark, outbox_postgres, outbox_kafka, monkeypatch):
     """A consumer that starts beside a relay which creates its topics ends, and works when it is started again."""
     start = Start(spark)
     bench = Bench(start, outbox_postgres, outbox_kafka)
     topic = bench.topics.name("later")
     job = bench.job.with_topics([topic])
-    with pytest.raises(TopicMissing, match=f"there is no topic {topic}"):
-        bench.once(job)
-    with bench.runner(job) as runner, pytest.raises(TopicMissing, match=f"there is no topic {topic}"):
-        runner.continuous(threading.Event())
+    with monkeypatch.context() as patched:
+        patched.setattr(kafka_admin, "_UNHEARD_SECONDS", 0.3)
+        with pytest.raises(TopicMissing, match=f"there is no topic {topic}"):
+            bench.once(job)
+        with bench.runner(job) as runner, pytest.raises(TopicMissing, match=f"there is no topic {topic}"):
+            runner.continuous(threading.Event())
     assert not start.was_called()
     assert bench.rows("SELECT count(*) FROM consumer.losses") == [(0,)]
     bench.topics.create_topic(topic, 1)

@@ -1,4 +1,4 @@
-"""The format "outbox" with state upstream: a commit and a driver killed, a join, and Spark's limits."""
+"""The format "outbox" with state upstream: a commit that is killed, a join, and Spark's limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.streaming import StreamingQueryListener
 from sink_stream import SinkStream
 from stream_state import KEYS, SIZE, counted, of_batches, stateful
-from stream_to_sink import killed
 from support import wait_until
 
 __all__ = ["stateful"]
@@ -25,29 +24,11 @@ def stream(stateful, outbox_postgres, tmp_path) -> SinkStream:
     return SinkStream(stateful, outbox_postgres.url, tmp_path)
 
 
-KILLED = """
-import os, sys
-from sink_jobs import Troubled
-from spark_jobs.spark.session import start
-from stream_state import CONF, counted
-
-source, checkpoint = sys.argv[1:]
-spark = start("killed", conf=CONF)
-spark.dataSource.register(Troubled)
-rows = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(source)
-writing = counted(rows).writeStream.format("troubled").outputMode("complete").option("job", "sink_jobs:counted")
-try:
-    writing.option("checkpointLocation", checkpoint).trigger(availableNow=True).start().awaitTermination()
-except Exception:
-    os.kill(os.getpid(), 9)
-"""
-
-
-def test_a_commit_and_a_driver_that_are_killed(stream: SinkStream):
+def test_a_commit_that_is_killed(stream: SinkStream):
     """Between COMMIT and Spark's own, the batch comes again and is known; its state is written all the same.
 
-    One query, killed three times. Before COMMIT only the commit's process is killed, which ends the transaction as the
-    end of the driver does: another driver takes ten seconds of processor time.
+    One query, killed twice. Before the effect: test_outbox_sink.py. With its driver, between the two:
+    test_recipes_pipeline.py.
     """
 
     def run() -> None:
@@ -59,14 +40,11 @@ def test_a_commit_and_a_driver_that_are_killed(stream: SinkStream):
     assert stream.window_counts() == of_batches(2)
     for _ in range(2):
         stream.add(SIZE)
-    for when in ("before", "within"):
+    for when, there in (("within", 2), ("after", 3)):
         stream.trouble(f"commit dies {when}")
         with pytest.raises(StreamingQueryException, match="Python worker exited unexpectedly"):
             run()
-        assert stream.window_counts() == of_batches(2)
-    stream.trouble("driver dies after")
-    killed(stream, KILLED)
-    assert stream.window_counts() == of_batches(3)
+        assert stream.window_counts() == of_batches(there)
     run()
     assert stream.window_counts() == of_batches(4)
     stream.add(SIZE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from typing import Any
 
@@ -15,8 +14,6 @@ from stream_to_sink import EFFECT, SEEN, Stream, stream
 
 from outbox.consumer.errors import EffectFailed, JobError
 from spark_jobs import ConsumerJob, Insert, Upsert
-from spark_jobs.driver import stream_group
-from spark_jobs.errors import CheckpointConflict
 from spark_jobs.postgres.staging import StagingTables
 
 __all__ = ["stream"]
@@ -51,7 +48,7 @@ class Stopped(Exception):
 
 
 def test_an_error_before_and_after_commit_and_a_restart(stream, monkeypatch):
-    """Nothing is tidied up behind it, as when the driver is killed; that: test_outbox_sink_state.py."""
+    """Nothing is tidied up behind it, as when the driver is killed; that: test_recipes_pipeline.py."""
 
     # The effect is done, and the transaction is not: the number has moved with it, or neither has.
     def effect(cursor: psycopg.Cursor[Any], _: Any) -> None:
@@ -81,43 +78,6 @@ def test_an_error_before_and_after_commit_and_a_restart(stream, monkeypatch):
     stream.run()
     assert stream.seen() == list(range(9))
     assert stream.left() == []
-
-
-def test_without_the_compare_and_swap_a_batch_is_there_twice(stream, monkeypatch):
-    """The mutation that the tests above are there for."""
-    monkeypatch.setattr(stream_group, "decide", lambda *_, **__: "apply")
-    monkeypatch.setattr(stream_group, "_SWAP", stream_group._SWAP.partition(" WHERE (c.query_id")[0])
-    stream.add()
-
-    def ended(rows: Any, batch_id: int) -> None:
-        stream.function()(rows, batch_id)
-        raise Stopped
-
-    with pytest.raises(StreamingQueryException, match="Stopped"):
-        stream.run(ended)
-    stream.run()
-    assert stream.seen() == [0, 0, 1, 1, 2, 2]
-
-
-def test_a_lost_checkpoint_is_refused(stream):
-    stream.add()
-    stream.run()
-    shutil.rmtree(stream.checkpoint)
-    function = stream.function()
-    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*a new one"):
-        stream.run(function)
-    assert stream.seen() == [0, 1, 2]
-    conflict = function.exception()
-    assert isinstance(conflict, CheckpointConflict)
-    # It did not end the query that has the group.
-    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]
-    # Whoever has cleared the sink says so, of the state as it is now.
-    with psycopg.connect(stream.url) as connection:
-        connection.execute("TRUNCATE seen")
-    stream.run(stream.function(accept=conflict.state))
-    assert stream.seen() == [0, 1, 2]
-    ((what, details),) = stream.sink("SELECT what, details->>'instead of' FROM consumer.audit")
-    assert (what, details) == ("checkpoint accepted", conflict.state)
 
 
 def test_many_rows_in_a_batch_in_their_order(stream, small_batches):

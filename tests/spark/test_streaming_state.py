@@ -49,7 +49,7 @@ class Stopped(Exception):
 def test_a_query_that_ends_between_commit_and_sparks_own(counts):
     """With its third batch: it comes again and is known; its state must be written all the same.
 
-    A driver that is killed there: test_outbox_sink_state.py.
+    A driver that is killed there, in a query of the format "outbox": test_recipes_pipeline.py.
     """
     function = counts.function(JOB)
 

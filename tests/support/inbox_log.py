@@ -1,4 +1,4 @@
-"""What the tests of the inbox's consumer share: a log to read, and the consumer's upkeep ten times a second."""
+"""What the tests of the inbox's consumer share: a log to read, upkeep ten times a second, and short pauses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from inbox_support import Log
 from support import wait_until
 
-from outbox.inbox import _member
+from outbox._clients import backoff
+from outbox.inbox import _member, _transactions
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
+    for name in ("_UPKEEP_SECONDS", "_POLL_SECONDS"):
+        # A member that has nothing to do is in poll() between two upkeeps.
+        monkeypatch.setattr(_member, name, 0.1)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    """Between the attempts of a member that is interrupted."""
+    for module in (backoff, _transactions):
+        monkeypatch.setattr(module, "MEMBER_PAUSE", (0.01, 0.05))
 
 
 @pytest.fixture

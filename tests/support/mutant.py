@@ -22,7 +22,7 @@ from outbox.transform._session import Session
 from relay.cli import main
 from relay.core.loop import WorkerLoop
 from relay.core.marker import Marker
-from relay.core.ports import Batches, Claim, Confirm, Failed, Fetched, Receipt, Sent, UnsettledBatch
+from relay.core.ports import Batches, Claim, Confirm, Fetched, Receipt, Sent, UnsettledBatch
 from relay.kafka.transactional import TransactionalPublisher
 from relay.polling import low_water_mark, reader, row_marks
 from relay.polling.reader import LaneReader
@@ -45,32 +45,6 @@ def marker_first() -> None:
         self._turn += 1
         return real(self, batches, confirm)
 
-    TransactionalPublisher.publish = publish  # type: ignore[method-assign]
-
-
-def no_epoch_recheck() -> None:
-    """After being fenced, new producers send the turn in hand, without asking Postgres whose lanes they are."""
-    real_init = TransactionalPublisher.__init__
-    real = TransactionalPublisher.publish
-
-    def init(self: Any, *args: Any, **more: Any) -> None:
-        self.mutant_made_of = (args, more)
-        real_init(self, *args, **more)
-
-    def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
-        sent = real(self, batches, confirm)
-        # Somebody may fence it once more; such an implementation would insist.
-        for _ in range(5):
-            if not isinstance(sent, Failed):
-                break
-            args, more = self.mutant_made_of
-            again: Any = TransactionalPublisher(*args, **more)
-            again._joined = self._joined
-            self.__dict__.update(again.__dict__)
-            sent = real(self, batches, confirm)
-        return sent
-
-    TransactionalPublisher.__init__ = init  # type: ignore[method-assign]
     TransactionalPublisher.publish = publish  # type: ignore[method-assign]
 
 
@@ -173,7 +147,6 @@ def quick_marks() -> None:
 MUTATIONS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "marker_first": marker_first,
-    "no_epoch_recheck": no_epoch_recheck,
     "no_flush_barrier": no_flush_barrier,
     "settle_before_ack": settle_before_ack,
     "let_go_unsettled": let_go_unsettled,

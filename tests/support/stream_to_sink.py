@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,18 +77,3 @@ def with_ids(rows: Any) -> Any:
 @pytest.fixture
 def stream(spark, outbox_postgres, tmp_path) -> Stream:
     return Stream(spark, outbox_postgres.url, tmp_path)
-
-
-def killed(stream: Stream, program: str) -> None:
-    """Run the query in another process, a program that kills itself; it gets the stream's folders as arguments."""
-    support = Path(__file__).parent
-    paths = filter(None, [str(support), str(support.parents[1]), os.environ.get("PYTHONPATH")])
-    ended = subprocess.run(
-        [sys.executable, "-c", program, str(stream.source), str(stream.checkpoint)],
-        env=os.environ | {"OUTBOX_DATABASE_URL": stream.url, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]

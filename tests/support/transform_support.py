@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
@@ -17,7 +17,10 @@ from confluent_kafka.cimpl import TopicPartition
 from support import wait_until
 from threads import in_background
 
-from outbox.transform import Record, Transformer
+from outbox.transform import Record, Transformer, _positions
+
+if TYPE_CHECKING:
+    from kafka_proxy import KafkaProxy
 
 SCRIPT = Path(__file__).with_name("transformer.py")
 KEYS = 200
@@ -76,8 +79,12 @@ class Place:
         elif transactional:
             producer.abort_transaction(60)
 
-    def member(self, transform: Callable[[Message], Any], **options: Any) -> Transformer:
-        return Transformer(transform, topics=[self.source], group=self.group, kafka=self.options, **options)
+    def member(
+        self, transform: Callable[[Message], Any], *, by: KafkaProxy | None = None, **options: Any
+    ) -> Transformer:
+        """Return a member of the group, which reaches the brokers by the proxy ``by`` if there is one."""
+        kafka = self.options if by is None else {**self.options, "bootstrap.servers": by.address}
+        return Transformer(transform, topics=[self.source], group=self.group, kafka=kafka, **options)
 
     @contextmanager
     def process(self, batch: int = 100) -> Iterator[subprocess.Popen[bytes]]:
@@ -122,6 +129,15 @@ def doubled(count: int) -> dict[str, list[int]]:
     return {
         f"k{key}": [2 * number + part for number in range(key, count, KEYS) for part in (0, 1)] for key in range(KEYS)
     }
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that has no position is taken for a new one when it is said twice, and not after three seconds.
+
+    In each module that has this among its names: not where brokers are restarted, which may not know a position then.
+    """
+    monkeypatch.setattr(_positions, "NEW_SECONDS", 0.0)
 
 
 @pytest.fixture

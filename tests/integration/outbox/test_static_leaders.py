@@ -13,14 +13,22 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewPartitions
 from inbox_support import Log
 from support import wait_until
-from transform_support import Place, copied, place, running
+from transform_support import Place, _soon, copied, place, running
 
+from outbox.consumer import static_groups
 from outbox.transform import Transformer
 
-__all__ = ["place"]
+__all__ = ["_soon", "place"]
 
-NAMES = [{"group.instance.id": name} for name in ("a", "b")]
+# Of a rebalance a member hears by a heartbeat.
+NAMES = [{"group.instance.id": name, "heartbeat.interval.ms": "500"} for name in ("a", "b")]
 PARTITIONS = 7
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch) -> None:
+    """A member compares twice a second: it takes two looks to see that nobody has a partition."""
+    monkeypatch.setattr(static_groups, "_SECONDS", 0.5)
 
 
 def add_partitions(servers: str, topic: str) -> None:

@@ -17,11 +17,11 @@ from confluent_kafka import TopicPartition
 from inbox_member import apply
 from inbox_support import Log
 from support import wait_until
-from transform_support import copied, place, running
+from transform_support import _soon, copied, place, running
 
 from outbox.transform import Transformer
 
-__all__ = ["place"]
+__all__ = ["_soon", "place"]
 
 ONE, TWO = {"group.instance.id": "one"}, {"group.instance.id": "two"}
 TAKEN_OVER = 2

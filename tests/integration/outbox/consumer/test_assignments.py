@@ -10,14 +10,14 @@ import pytest
 from inbox_support import Log
 from kafka_proxy import JOIN_GROUP, KafkaProxy, delay_response
 from support import wait_until
-from transform_support import Place, copied, place, running
+from transform_support import Place, _soon, copied, place, running
 
 from outbox.consumer.stalled import StalledPartition
 from outbox.inbox import KafkaFailed
 from outbox.testing.fixtures import Topics
 from outbox.transform import KafkaRefused
 
-__all__ = ["place"]
+__all__ = ["_soon", "place"]
 
 Stalled = Callable[[], list[StalledPartition]]
 
@@ -60,9 +60,7 @@ def test_the_inbox_is_not_ready_before_the_group_has_answered(outbox_postgres, t
 def test_nor_is_a_transformer(topics):
     made, proxy = topics
     with closing(Place(made, 1)) as place:
-        other = place.member(copied(place))
-        place.options["bootstrap.servers"] = proxy.address
-        member = place.member(copied(place))
+        other, member = place.member(copied(place)), place.member(copied(place), by=proxy)
         proxy.on(JOIN_GROUP, delay_response())
         with running(member):
             seen(lambda: member.stalled(0.0), proxy, place.source)

@@ -354,7 +354,9 @@ def test_a_caller_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(sink, 
             command(end)
 
 
-def test_sql_that_always_ends_its_session_counts_as_failed_and_holds_up_no_other(sink, provider):
+def test_sql_that_always_ends_its_session_counts_as_failed_and_holds_up_no_other(sink, provider, monkeypatch):
+    monkeypatch.setattr(caller_module, "_LONGEST_PAUSE", 0.2)
+
     def settle(cursor, settled):
         if settled.request["order"] == "a":
             cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")

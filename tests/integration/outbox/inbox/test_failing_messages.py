@@ -177,7 +177,8 @@ def test_nor_if_another_member_has_claimed_its_partition_since(log, moved):
         log.run(f"UPDATE consumer.offsets SET generation = generation + 1, next_offset = {end} RETURNING grp")
 
     poison.how = rolled_back_and_taken_over
-    with log.consuming(poison, batch=20) as running:
+    # Who is fenced claims again after two of them.
+    with log.consuming(poison, batch=20, kafka={"heartbeat.interval.ms": 500}) as running:
         running.wait(lambda: poison.calls and log.count() == (0 if moved else 20), "the effects")
         running.wait(lambda: log.positions() == {0: 20}, "the position")
     assert log.run("SELECT count(*) FROM consumer.losses") == [(0,)]

@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
+from inbox_log import short_pauses
 from inbox_support import Log, Running
 from support import wait_until
 
+from outbox.consumer import kafka_admin
 from outbox.consumer.groups import GroupStore
 from outbox.consumer.stalled import StalledPartition
 from outbox.inbox import KafkaFailed, _member
 from outbox.inbox._kafka import Admin
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
+
+__all__ = ["short_pauses"]
 
 
 @pytest.fixture
@@ -56,12 +60,14 @@ def stalled(*members: Running) -> list[StalledPartition]:
     return [one for member in members for one in member.stalled()]
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_the_others_are_applied_until_their_leader_is_back(away, monkeypatch):
     cluster, log = away
     # A new group needs all: one that it does not find would count as added to the topic later, and begin at 0.
     known, log.group = log.group, f"{log.group}-new"
     with monkeypatch.context() as patched, log.consuming() as new:
         patched.setattr(_member, "_CLAIM_ATTEMPTS", 1)
+        patched.setattr(kafka_admin, "_UNHEARD_SECONDS", 0.3)
         error = new.error()
     assert isinstance(error, KafkaFailed)
     assert "Leader not available" in str(error)

@@ -16,13 +16,12 @@ from outbox.inbox._assigned import Assigned
 from outbox.inbox._member import Member
 
 PARTITIONS = 200
-EACH = 10
 
 
-def fill(log: Log, size: int) -> None:
-    """Write EACH messages of this size, and a little more, into each partition."""
+def fill(log: Log, each: int, size: int) -> None:
+    """Write so many messages of this size, and a little more, into each partition."""
     producer = Producer({"bootstrap.servers": log.servers, "linger.ms": 20, "enable.idempotence": True})
-    for number in range(EACH):
+    for number in range(each):
         for partition in range(PARTITIONS):
             value = json.dumps({"n": number, "more": "x" * size})
             producer.produce(log.topic, value, f"k{partition}", partition=partition, headers={"ce_id": str(uuid7())})
@@ -31,17 +30,17 @@ def fill(log: Log, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "size", "share"),
+    ("each", "size", "share"),
     [
-        pytest.param(1_000_000, 1000, 5, id="bytes"),
+        pytest.param(10, 1000, 5, id="bytes"),
         # Each is larger than its partition's share.
-        pytest.param(1_000_000, 8000, 1, id="large messages"),
+        pytest.param(3, 8000, 1, id="large messages"),
     ],
 )
-def test_what_is_queued_of_hundreds_of_partitions(outbox_postgres, outbox_kafka, monkeypatch, most, size, share):
+def test_what_is_queued_of_hundreds_of_partitions(outbox_postgres, outbox_kafka, monkeypatch, each, size, share):
     """Nothing is applied until all wait, and then everything. By their number: test_failing_messages.py."""
     log = Log(outbox_postgres, outbox_kafka, PARTITIONS)
-    fill(log, size)
+    fill(log, each, size)
     queued: list[tuple[int, int]] = []
     full = threading.Event()
     limit_queues, work = Member._limit_queues, Member._work
@@ -56,11 +55,11 @@ def test_what_is_queued_of_hundreds_of_partitions(outbox_postgres, outbox_kafka,
     def worked(member: Member, part: Assigned, until: float) -> Any:
         return work(member, part, until) if full.is_set() else None
 
-    monkeypatch.setattr(_member, "_ALL_QUEUED_BYTES", most)
+    monkeypatch.setattr(_member, "_ALL_QUEUED_BYTES", 1_000_000)
     monkeypatch.setattr(Member, "_limit_queues", limited)
     monkeypatch.setattr(Member, "_work", worked)
     with log.consuming() as running:
-        running.wait(lambda: log.count() == PARTITIONS * EACH, "the effects")
+        running.wait(lambda: log.count() == PARTITIONS * each, "the effects")
     assert full.is_set()
     messages, sizes = map(max, zip(*queued, strict=True))
     assert messages == PARTITIONS * share

@@ -8,9 +8,10 @@ import threading
 from typing import Any
 
 import psycopg
+import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient
-from inbox_log import _quick, accept, keys, log, losing, recreate
+from inbox_log import _quick, accept, keys, log, losing, recreate, short_pauses
 from inbox_support import Log, apply
 from kafka_proxy import FETCH, corrupted, edit_response
 from proxy import TcpProxy
@@ -22,7 +23,7 @@ from outbox.consumer import topic_ids
 from outbox.inbox import KafkaFailed, PositionLost, Reject, TopicReplaced, _member
 from outbox.testing.fixtures import Topics
 
-__all__ = ["_quick", "log"]
+__all__ = ["_quick", "log", "short_pauses"]
 
 
 def test_postgres_away_is_waited_for(log):
@@ -71,6 +72,7 @@ def test_a_corrupt_batch_is_neither_skipped_nor_handed_out(outbox_postgres, mort
         log.check()
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_lost_answers_to_commit(log):
     """Each third answer is lost, whatever was committed: the row shows what was applied. A claim commits twice."""
     commits = itertools.count()

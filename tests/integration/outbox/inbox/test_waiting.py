@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from inbox_log import _quick
 from inbox_support import Log, apply
 
-from outbox.inbox import _letters, _member
+from outbox.inbox import _letters
 from outbox.inbox._letters import Letters
+
+__all__ = ["_quick"]
 
 COUNT = 5_000
 # Of partition 0, by what the planner knows: the most where it expects none.
@@ -113,7 +116,6 @@ def test_partitions_that_are_gone_are_looked_up_once_each(crowded):
 
 def test_letters_that_others_add_are_seen(outbox_postgres, outbox_kafka, monkeypatch):
     """Of another member, as where a key has moved to another partition."""
-    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
     seen: list[set[bytes]] = []
     keys = Letters.keys
 
@@ -135,7 +137,6 @@ def test_letters_that_others_add_are_seen(outbox_postgres, outbox_kafka, monkeyp
 
 def test_what_waits_for_nothing_is_applied_whatever_it_is(outbox_postgres, outbox_kafka, monkeypatch):
     """Of more keys than are looked at together: their dead letters are gone, and nothing says so."""
-    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
     monkeypatch.setattr(_letters, "LOOKED_AT", 20)
     log = Log(outbox_postgres, outbox_kafka)
     keys = [f"k{number}" for number in range(25)]

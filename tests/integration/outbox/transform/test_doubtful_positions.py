@@ -15,12 +15,14 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import TopicPartition
 from kafka_proxy import OFFSET_FETCH, edit_response
 from support import wait_until
-from transform_support import Place, copied, running
+from transform_support import Place, _soon, copied, running
 
 from outbox.consumer import topic_ids
 from outbox.testing.fixtures import Topics
 from outbox.transform import InputLost, Record, _positions
 from outbox.transform._session import Session
+
+__all__ = ["_soon"]
 
 
 @pytest.fixture
@@ -58,12 +60,10 @@ def abort(monkeypatch) -> threading.Event:
     return due
 
 
-@pytest.mark.parametrize(("start", "offset"), [("earliest", -1), ("latest", -1), ("earliest", 3)])
+@pytest.mark.parametrize(("start", "offset"), [("latest", -1), ("earliest", 3)])
 def test_after_an_abort(place, mortal_network, abort, start, offset):
     _, proxy = mortal_network
-    servers, place.options["bootstrap.servers"] = place.options["bootstrap.servers"], proxy.address
-    member = place.member(copied(place), start=start)
-    place.options["bootstrap.servers"] = servers
+    member = place.member(copied(place), by=proxy, start=start)
     with running(member):
         wait_until(lambda: place.positions()[0].offset == 0, 60, "the beginning")
         place.feed(range(5))
@@ -78,18 +78,15 @@ def test_after_an_abort(place, mortal_network, abort, start, offset):
     assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(10))
 
 
-@pytest.mark.parametrize("offset", [-1, 3])
-def test_what_kafka_has_lost_is_not_read_again(place, mortal_network, abort, monkeypatch, caplog, offset):
+def test_what_kafka_has_lost_is_not_read_again(place, mortal_network, abort, monkeypatch, caplog):
     """As an operator can't set back a group with members, this process knows better."""
     monkeypatch.setattr(_positions, "DOUBT_SECONDS", 1.0)
     _, proxy = mortal_network
-    servers, place.options["bootstrap.servers"] = place.options["bootstrap.servers"], proxy.address
-    member = place.member(copied(place))
-    place.options["bootstrap.servers"] = servers
+    member = place.member(copied(place), by=proxy)
     with running(member):
         place.feed(range(5))
         wait_until(lambda: member.committed == 5, 60, "the first messages")
-        proxy.on(OFFSET_FETCH, edit_response(instead(offset, of=5)), times=100)
+        proxy.on(OFFSET_FETCH, edit_response(instead(-1, of=5)), times=100)
         abort.set()
         place.feed(range(5, 10))
         wait_until(lambda: place.position() == 10, 60, "the others")
@@ -97,15 +94,14 @@ def test_what_kafka_has_lost_is_not_read_again(place, mortal_network, abort, mon
     assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(10))
 
 
-def test_a_process_that_has_just_started(place, mortal_network):
+def test_a_process_that_has_just_started(place, mortal_network, monkeypatch):
     """It knows no position, so a missing one is not taken for that of a new group at once."""
+    monkeypatch.setattr(_positions, "NEW_SECONDS", 3.0)
     _, proxy = mortal_network
     place.feed(range(5))
     with running(place.member(copied(place))):
         wait_until(lambda: place.position() == 5, 60, "the first messages")
-    servers, place.options["bootstrap.servers"] = place.options["bootstrap.servers"], proxy.address
-    member = place.member(copied(place))
-    place.options["bootstrap.servers"] = servers
+    member = place.member(copied(place), by=proxy)
     place.feed(range(5, 10))
     earlier = len(proxy.fired)
     proxy.on(OFFSET_FETCH, edit_response(instead(-1, of=5)), times=2)
@@ -150,9 +146,7 @@ def test_its_own_position_is_not_that_of_a_topic_that_was_created_again(place, m
         yield from copied(place)(message)
 
     _, proxy = mortal_network
-    servers, place.options["bootstrap.servers"] = place.options["bootstrap.servers"], proxy.address
-    member = place.member(transform)
-    place.options["bootstrap.servers"] = servers
+    member = place.member(transform, by=proxy)
     admin = AdminClient(place.options)
 
     def again() -> None:

@@ -16,13 +16,13 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import TopicPartition
 from kafka_proxy import END_TXN, TXN_OFFSET_COMMIT, delay_request
 from support import wait_until
-from transform_support import Place, copied, place, running
+from transform_support import Place, _soon, copied, place, running
 
 from outbox.testing.fixtures import Topics
 from outbox.transform import Record, _session
 from outbox.transform._session import Session
 
-__all__ = ["place"]
+__all__ = ["_soon", "place"]
 
 
 @pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
@@ -219,8 +219,7 @@ def test_a_commit_that_arrives_late_ends_no_part_of_the_next_transaction(mortal_
             yield Record(place.target, b"k", message.value())
 
         proxy.on(END_TXN, delay_request())
-        place.options["bootstrap.servers"] = proxy.address
-        member = place.member(transform, batch=10, batch_seconds=30.0)
+        member = place.member(transform, by=proxy, batch=10, batch_seconds=30.0)
         with running(member):
             wait_until(lambda: member.committed == 20, 60, "the end")
         assert len(released) == 1
@@ -244,8 +243,7 @@ def test_positions_that_arrive_late_set_back_none_that_the_next_transactions_hav
 
         monkeypatch.setattr(Session, "_send_positions", then_released)
         proxy.on(TXN_OFFSET_COMMIT, delay_request())
-        place.options["bootstrap.servers"] = proxy.address
-        member = place.member(copied(place), batch=10, batch_seconds=30.0)
+        member = place.member(copied(place), by=proxy, batch=10, batch_seconds=30.0)
         with running(member):
             for there, partition in ((10, 0), (20, 0), (30, 1)):
                 if partition:

@@ -12,10 +12,12 @@ import pytest
 from confluent_kafka import KafkaError, Message, Producer
 from kafka_proxy import ADD_PARTITIONS_TO_TXN, FETCH, KafkaProxy, corrupted, edit_response
 from support import wait_until
-from transform_support import Place, copied, running
+from transform_support import Place, _soon, copied, running
 
 from outbox.testing.fixtures import Topics
 from outbox.transform import KafkaRefused, Record, Transformer, _session
+
+__all__ = ["_soon"]
 
 MESSAGES = 8000
 

@@ -11,14 +11,14 @@ import pytest
 from confluent_kafka import Message, Producer
 from confluent_kafka.cimpl import TopicPartition
 from support import wait_until
-from transform_support import Place, place, running
+from transform_support import Place, _soon, place, running
 
 from outbox._clients import first_messages
 from outbox.transform import KafkaRefused, Record, TransformFailed, _session
 from outbox.transform._first_records import FirstRecords
 from outbox.transform._session import Session
 
-__all__ = ["place"]
+__all__ = ["_soon", "place"]
 
 EACH = 250
 

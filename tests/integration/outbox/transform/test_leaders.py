@@ -20,6 +20,12 @@ from outbox.transform import InputLost, _positions, _session
 __all__ = ["place"]
 
 
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    """A member soon asks again for leaders."""
+    monkeypatch.setattr(_session, "_LEADER_SECONDS", 0.5)
+
+
 @pytest.fixture
 def away(three_brokers) -> Iterator[tuple[KafkaCluster, Place]]:
     """A group that has read both partitions of a topic, of which the second is only on the first of three brokers."""
@@ -30,8 +36,11 @@ def away(three_brokers) -> Iterator[tuple[KafkaCluster, Place]]:
         admin.create_topics([topic])[place.source].result(30)
         for partition in (0, 1):
             place.feed(range(10 * partition, 10 * partition + 5), partition=partition)
-        with running(place.member(copied(place))):
-            wait_until(lambda: place.position() == 10, 60, "the position")
+        with pytest.MonkeyPatch.context() as patched:
+            # As in transform_support: no broker is away yet.
+            patched.setattr(_positions, "NEW_SECONDS", 0.0)
+            with running(place.member(copied(place))):
+                wait_until(lambda: place.position() == 10, 60, "the position")
         yield three_brokers, place
 
 
@@ -117,6 +126,7 @@ def test_one_whose_session_fails_as_it_begins_is_not_said_to_stand_still(place, 
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
         return check(consumer, positions, *more)
 
+    monkeypatch.setattr(_positions, "NEW_SECONDS", 0.0)
     monkeypatch.setattr(_session, "beginnings", later)
     monkeypatch.setattr(_session, "require_whole", fails_once)
     member = place.member(copied(place))
@@ -127,7 +137,7 @@ def test_one_whose_session_fails_as_it_begins_is_not_said_to_stand_still(place, 
         assert (failed, member.stalled(0)) == ([1], [])
 
 
-def test_asking_for_leaders_creates_no_topic(monkeypatch):
+def test_asking_for_leaders_creates_no_topic(three_brokers, monkeypatch):
     """By default a broker creates what a producer's request for metadata names."""
     asked: list[bool] = []
     has_leader = _session.has_leader
@@ -136,14 +146,11 @@ def test_asking_for_leaders_creates_no_topic(monkeypatch):
         asked.append(has_leader(*args))
         return False
 
+    monkeypatch.setattr(_positions, "NEW_SECONDS", 0.0)
     monkeypatch.setattr(_session, "_LEADER_SECONDS", 0.0)
     monkeypatch.setattr(_session, "has_leader", never)
     monkeypatch.setattr(_session, "beginnings", lambda *_: ([], {(place.source, 0)}))
-    with (
-        KafkaCluster(settings={"auto.create.topics.enable": "true"}) as cluster,
-        Topics(cluster.bootstrap_servers) as topics,
-        closing(Place(topics, 1)) as place,
-    ):
+    with Topics(three_brokers.bootstrap_servers) as topics, closing(Place(topics, 1)) as place:
         admin = AdminClient(place.options)
         with running(place.member(copied(place))):
             wait_until(lambda: asked, 60, "the first question")
@@ -161,6 +168,7 @@ def leaders(admin: AdminClient, place: Place) -> list[bool]:
 
 
 def test_its_log_is_checked_before_its_messages_are_used(place, monkeypatch):
+    monkeypatch.setattr(_positions, "NEW_SECONDS", 0.0)
     require_whole = _session.require_whole
     asked: list[set[int]] = []
 

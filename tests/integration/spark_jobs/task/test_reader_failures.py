@@ -16,7 +16,6 @@ from consumer_group import ConsumerGroup
 from kafka_proxy import FETCH, KafkaProxy, corrupted, delay_response, edit_response
 from range_support import MESSAGES, PART, offsets, opened_at, send, span, task_decoder
 
-from outbox.consumer.errors import ConsumerUnavailable
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from spark_jobs.task import partition as task
@@ -183,27 +182,8 @@ def test_a_long_stretch_that_was_aborted_is_waited_for(between, aborted, monkeyp
             (offset,) = offsets(made.range((aborted, PART), span(0, 42)))
             assert offset in {40, 41}
             assert time.monotonic() - began > 5.0
-        monkeypatch.setattr(RangeReader, "_progress", lambda self, text: None)
-        with opened_at(proxy.address, patience_seconds=5.0) as made:
-            with pytest.raises(ConsumerUnavailable, match=r"came for \d+ s"):
-                offsets(made.range((aborted, PART), span(0, 42)))
     finally:
         proxy.clear()
-
-
-def reached_early(self: Any, at: int) -> None:
-    self.at = max(self.at, at)
-    self.whole = True
-
-
-def test_the_proof_is_what_keeps_a_part_from_being_committed(between, sink, monkeypatch):
-    """Mutation: whatever comes first is taken for the end, as an iterator's end would be."""
-    _, proxy, topic = between
-    monkeypatch.setattr(reader._RangeProgress, "reach", reached_early)
-    with opened_at(proxy.address) as made:
-        apply(sink, made, topic)
-    assert not all_applied(sink)
-    assert not nothing_applied(sink)
 
 
 def test_a_reader_that_ends_early_commits_nothing(between, sink, monkeypatch):

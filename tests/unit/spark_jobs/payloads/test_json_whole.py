@@ -97,22 +97,25 @@ def payloads(draw: st.DrawFn) -> bytes | None:
     return draw(st.sampled_from([made, made, made, made, made[:-1], made + made, b"[" + made + b"]", b"", None]))
 
 
-def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
-    """Read many at once, also in pieces, and one by one with the exact parser: all have to give the same.
+def read_both_ways(
+    fields: t.StructType, values: list[bytes | None], policy: Policy, *, divided: bool = True
+) -> list[pa.Array]:
+    """Read many at once, also divided into pieces, and one by one with the exact parser: all have to give the same.
 
     Returns the columns and the problems.
     """
     kind = arrow_type(t.StructType([*as_read(fields).fields]).add(PROBLEM, t.StringType()))
     payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
-    together = columns(JsonReader(fields, policy), payloads, headers, kind)
+    many = [columns(JsonReader(fields, policy), payloads, headers, kind)]
     with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(json_whole, "_PIECE", 1)
-        divided = columns(JsonReader(fields, policy), payloads, headers, kind)
+        if divided:
+            changed.setattr(json_whole, "_PIECE", 1)
+            many.append(columns(JsonReader(fields, policy), payloads, headers, kind))
         changed.setattr(json_payload, "_may_differ", lambda *_, **__: True)
         alone = columns(json_payload.reader(fields, policy), payloads, headers, kind)
-    for name, *here, there in zip(kind, together.flatten(), divided.flatten(), alone.flatten(), strict=True):
-        assert [repr(one.to_pylist()) for one in here] == [repr(there.to_pylist())] * 2, name
-    return together.flatten()
+    for name, *here, there in zip(kind, *(one.flatten() for one in many), alone.flatten(), strict=True):
+        assert {repr(one.to_pylist()) for one in here} == {repr(there.to_pylist())}, name
+    return many[0].flatten()
 
 
 PLAIN = [*KINDS[:6], t.ShortType(), t.TimestampType(), t.DateType(), t.DecimalType(12, 2), t.DecimalType(38, 18)]
@@ -236,7 +239,7 @@ def test_lines_are_never_joined_nor_torn(pieces, count):
     """Every two, or three, of the pieces together: their number alone would not tell."""
     fields = t.StructType().add("f", t.StringType()).add("g", t.StringType())
     for values in itertools.product(pieces, repeat=count):
-        read_both_ways(fields, list(values), Policy())
+        read_both_ways(fields, list(values), Policy(), divided=False)
 
 
 def test_plain_payloads_are_read_whole():
@@ -313,15 +316,11 @@ def test_tiny_decimals_are_left_to_the_exact_reader(tmp_path):
         "1" * 56 + "e-19",
         "1" + "0" * 55 + "e-56",
     ]
-    forms = [
-        '{"f":%s}',
-        '{"f":"%s"}',
-        '{"g":[1, %s ]}',
-        '{"f":\t%s\t,"g":null}',
-        '{"f":1,"f":"%s"}',
-        '{"f":"%s","f":1}',
-    ]
+    forms = ['{"f":%s}', '{"f":"%s"}', '{"g":[1, %s ]}']
+    # Where the number stands is found by other means than what it is: some of them tell.
+    others = ['{"f":\t%s\t,"g":null}', '{"f":1,"f":"%s"}', '{"f":"%s","f":1}']
     texts = [form % number for form in forms for number in numbers]
+    texts += [form % number for form in others for number in numbers[::5]]
     texts += ['{"f":"\\u0031e-99999999"}', '{"f":"1\\u0065-99999999"}']
     given = tmp_path / "payloads"
     given.write_text(json.dumps(texts))
@@ -354,7 +353,7 @@ def orders(rows: int, odd: Callable[[int], bool]) -> list[bytes]:
     return [(ODD_ORDER if odd(number) else PLAIN_ORDER) % (number, number) for number in range(rows)]
 
 
-@pytest.mark.parametrize("odd", [{0}, {4321}, {9999}, {5, 4321}, {5, 3000, 4321, 9998}])
+@pytest.mark.parametrize("odd", [{0}, {9999}, {5, 3000, 4321, 9998}])
 def test_an_odd_payload_sends_only_its_neighbours_to_the_slow_reader(odd):
     values: list[bytes | None] = [*orders(10_000, odd.__contains__)]
     values[17:17] = [None] * 3
@@ -418,4 +417,4 @@ def test_every_odd_value_in_every_kind_of_column(kind):
     fields = t.StructType().add("f", kind)
     read_both_ways(fields, odd, Policy())
     for value in odd:
-        read_both_ways(fields, [value, b'{"f":null}', None], Policy())
+        read_both_ways(fields, [value, b'{"f":null}', None], Policy(), divided=False)
