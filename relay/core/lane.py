@@ -12,7 +12,7 @@ from relay.core.lease import Lease
 from relay.core.ports import NOTHING, UnsettledBatch
 
 # A lane that has failed for this long, while others work, no longer delays these.
-_ABSENT_SECONDS: Final = 10.0
+_FAILING_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,9 @@ class Lanes(dict[int, Lane]):
         """
         return all(self[number].lease.remaining_seconds > seconds for number in numbers)
 
-    def absent(self) -> list[int]:
+    def failing_long(self) -> list[int]:
         """Return those that could not be taken over for long."""
-        return [number for number, lane in self.items() if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)]
+        return [number for number, lane in self.items() if not lane.joined and lane.backoff.failed_for(_FAILING_SECONDS)]
 
 
 def listed(lanes: Collection[int]) -> str:

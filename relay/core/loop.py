@@ -159,7 +159,7 @@ class WorkerLoop:
         self._join(self._publisher)
         ready = self.lanes.ready()
         paused = {number for number in ready if self._pauses.obeyed.holds(number)}
-        source.go_on_without(self.lanes.absent())
+        source.go_on_without(self.lanes.failing_long())
         quiet = self._pause(source, paused)
         # They do not fail, whatever becomes of the others: a pause leaves a relay ready.
         if back := self.lanes.succeeded(quiet):

@@ -27,7 +27,7 @@ _DROPPED_AT_ONCE: Final = 5000
 class TableReader:
     """Reads turns from the table. ``leaves_out``: events of some kinds stay there.
 
-    ``absent`` are owned lanes whose take-over keeps failing (for example with a lost state); the others go on without
+    ``failing`` are owned lanes whose take-over keeps failing (for example with a lost state); the others go on without
     them. There is one stream: unfinished events of one channel are held, keep the slot from advancing, and finally fill
     the stream. So such a lane is put into the state ``table``, durably, and its events in the stream are dropped, as in
     that state: their rows stay in the table until they are settled. That is correct before the lane is taken over, too:
@@ -41,7 +41,7 @@ class TableReader:
         self._settlement = lanes.table.settlement
         self._queries = lanes.queries
         self.leaves_out = False
-        self.absent: Collection[int] = ()
+        self.failing: Collection[int] = ()
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> Fetched:
         """Settle what is pending, and return the next events of these lanes; adds lanes that fail to ``failed``.
@@ -151,16 +151,16 @@ class TableReader:
         elif any(channel.waiting for channel in channels):
             self._lanes.delays.note_invisible()
 
-    def leave_absent(self, present: Collection[int]) -> None:
-        """Move absent lanes to the table, where possible. ``present`` are lanes that were just read."""
+    def leave_failing(self, present: Collection[int]) -> None:
+        """Move failing lanes to the table, where possible. ``present`` are lanes that were just read."""
         for number in present:
-            self._lanes[number].absent = False
-        absent = [number for number in self.absent if number in self._lanes and number not in present]
+            self._lanes[number].left_as_failing = False
+        failing = [number for number in self.failing if number in self._lanes and number not in present]
         session = self._stream.session
-        if not absent or session is None:
+        if not failing or session is None:
             return
-        session.begin_without(absent)
-        for number in absent:
+        session.begin_without(failing)
+        for number in failing:
             channel = session.channel(number)
             # Published events must be settled before the lane changes its state; the loop does that first.
             if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
@@ -168,14 +168,14 @@ class TableReader:
                     pass
 
     def _leave(self, number: int, channel: Channel) -> bool:
-        """Put an absent lane into the state ``table``. Returns whether it is in that state."""
+        """Put a failing lane into the state ``table``. Returns whether it is in that state."""
         lane = self._lanes[number]
-        if lane.absent:
+        if lane.left_as_failing:
             return True
         if not self._lanes.set_state([lane], InTable()):
             # The row is locked, or another relay has the lane. The stream holds the lane's events, and this is retried.
             return False
-        lane.absent, lane.batch = True, ()
+        lane.left_as_failing, lane.batch = True, ()
         channel.rewind()
         self._table.reader.read_all_again(number)
         log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)

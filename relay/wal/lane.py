@@ -68,7 +68,7 @@ class StreamLane:
     batch: Sequence[Claim] = ()
     rows: int = _FIRST_ROWS
     row_bytes: float = 0.0
-    absent: bool = False
+    left_as_failing: bool = False
 
     @property
     def streaming(self) -> bool:

@@ -124,7 +124,7 @@ class StreamSession:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._channels: dict[int, Channel] = {}
         # Lanes that have a channel but have not joined.
-        self._not_joined: set[int] = set()
+        self._begun_without: set[int] = set()
         self._published_lsn = 0
         self._timeline: int | None = None
         self._stopping = threading.Event()
@@ -157,7 +157,7 @@ class StreamSession:
         channel = self._channels.get(lane)
         if channel is not None:
             channel.rewind()
-            self._not_joined.discard(lane)
+            self._begun_without.discard(lane)
             return channel
         channel = self._channels[lane] = Channel(self)
         if len(self._channels) == len(self._leases):
@@ -167,17 +167,17 @@ class StreamSession:
     def begin_without(self, lanes: Collection[int]) -> None:
         """Start, if all other lanes have joined.
 
-        These lanes' channels hold their events until the source drops them (``leave_absent``): the rows are in the
+        These lanes' channels hold their events until the source drops them (``leave_failing``): the rows are in the
         table.
         """
-        absent = set(self.absent())
+        missing = set(self.not_joined())
         begun = self._thread.ident is not None or self.error is not None
-        if begun or not absent or not self._channels or not absent <= set(lanes):
+        if begun or not missing or not self._channels or not missing <= set(lanes):
             return
-        log.warning("the stream is read without lanes that can't be taken over", lanes=lanes_text(absent))
-        for lane in absent:
+        log.warning("the stream is read without lanes that can't be taken over", lanes=lanes_text(missing))
+        for lane in missing:
             self._channels[lane] = Channel(self)
-        self._not_joined = absent
+        self._begun_without = missing
         self._thread.start()
 
     def channel(self, lane: int) -> Channel | None:
@@ -190,10 +190,10 @@ class StreamSession:
                 self._held_events -= count
                 self._room.notify_all()
 
-    def absent(self) -> Collection[int]:
-        """Return the lanes that have not joined: until they have, nothing is read."""
-        absent = self._not_joined
-        return [lease.lane for lease in self._leases if lease.lane not in self._channels or lease.lane in absent]
+    def not_joined(self) -> Collection[int]:
+        """Return the lanes that have not joined. The stream starts when there are none, or by ``begin_without``."""
+        without = self._begun_without
+        return [lease.lane for lease in self._leases if lease.lane not in self._channels or lease.lane in without]
 
     def wait(self, lanes: Collection[int], seconds: float) -> bool:
         """Wait until one of the lanes has events, or the session has ended. Returns whether that is so."""
@@ -280,10 +280,10 @@ class StreamSession:
         Only their markers have the positions up to which they were published on the old timeline. Once the new timeline
         is recorded, it is no longer compared with them.
         """
-        if not self._not_joined or slot.look().timeline == self._timeline:
+        if not self._begun_without or slot.look().timeline == self._timeline:
             return
-        log.warning("after a failover the stream is read when all lanes have joined", absent=lanes_text(self.absent()))
-        while self._not_joined:
+        log.warning("after a failover the stream is read when all lanes have joined", absent=lanes_text(self.not_joined()))
+        while self._begun_without:
             if self._stopping.wait(_WAIT_SECONDS):
                 raise Unavailable("the stream is closed")
 

@@ -95,7 +95,7 @@ class StreamSource(Source):
         self._table_reader.leaves_out = bool(kinds)
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        self._table_reader.absent = lanes
+        self._table_reader.failing = lanes
 
     def pause(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Leave these lanes to the table, and drop their events from the stream, so that the slot can advance."""
@@ -109,7 +109,7 @@ class StreamSource(Source):
             left = [lane for lane in lanes if lane not in failed]
             self._table_reader.drop([channel for lane in left if (channel := self._lanes[lane].channel) is not None])
             self._lanes.delays.await_visibility()
-            self._table_reader.leave_absent(left)
+            self._table_reader.leave_failing(left)
         except Exception:
             self.flush(list(self._lanes))
             raise
@@ -173,7 +173,7 @@ class StreamSource(Source):
             for lane in map(self._lanes.__getitem__, ready)
         )
         if not known:
-            self._log_absent_lanes()
+            self._log_not_joined()
         troubled = self._troubled([number for number in ready if self._lanes[number].streaming])
         for lane in map(self._lanes.__getitem__, ready):
             if lane.streaming and (lane.lease.lane in troubled or self._skipped_by_stream(lane)):
@@ -192,19 +192,19 @@ class StreamSource(Source):
         if batches:
             self._lanes.delays.reset()
         self._lanes.delays.await_visibility()
-        self._table_reader.leave_absent(limits.keys() - failed.keys())
+        self._table_reader.leave_failing(limits.keys() - failed.keys())
         if batches and not table and not failed:
             self._stream_reader.read_ahead(streaming)
         return Fetched(batches, failed, known or bool(batches), retried=fetched.retried)
 
-    def _log_absent_lanes(self) -> None:
-        """Log from time to time the lanes that the stream waits for: until they join, only tables are read."""
+    def _log_not_joined(self) -> None:
+        """Log from time to time the lanes that the stream waits for: meanwhile only tables are read."""
         now = time.monotonic()
         session = self._stream.session
-        absent = () if session is None else session.absent()
-        if absent and now - self._warned_at >= _LOG_SECONDS:
+        missing = () if session is None else session.not_joined()
+        if missing and now - self._warned_at >= _LOG_SECONDS:
             self._warned_at = now
-            log.warning("the stream is not read before all lanes have joined it", absent=lanes_text(absent))
+            log.warning("the stream is not read yet: lanes have not joined it", absent=lanes_text(missing))
 
     def _troubled(self, numbers: Collection[int]) -> Collection[int]:
         """Return, from time to time, which lanes have failures: an operator may retry a dead letter."""

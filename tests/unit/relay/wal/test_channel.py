@@ -195,9 +195,9 @@ def test_a_wait_is_woken_by_what_comes_for_its_lanes_and_by_the_end():
 
 def test_the_lanes_that_the_stream_waits_for_are_named():
     session = session_of(2)
-    assert session.absent() == []
+    assert session.not_joined() == []
     session._leases = [*session._leases, Lease(7, 1, 60.0, 0.0)]
-    assert session.absent() == [7]
+    assert session.not_joined() == [7]
 
 
 def test_lanes_that_settle_nothing_while_the_stream_is_full_are_named(monkeypatch):
