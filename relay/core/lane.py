@@ -12,7 +12,7 @@ from relay.core.lease import Lease
 from relay.core.ports import NOTHING, UnsettledBatch
 
 # A lane that has failed for this long, while others work, no longer delays these.
-_FAILING_SECONDS: Final = 10.0
+_LONG_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Lanes(dict[int, Lane]):
 
     def failing_long(self) -> list[int]:
         """Return those that could not be taken over for long."""
-        return [number for number, lane in self.items() if not lane.joined and lane.backoff.failed_for(_FAILING_SECONDS)]
+        return [number for number, lane in self.items() if not lane.joined and lane.backoff.failed_for(_LONG_SECONDS)]
 
 
 def listed(lanes: Collection[int]) -> str:

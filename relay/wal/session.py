@@ -100,10 +100,10 @@ class Stream:
 class StreamSession:
     """The lifetime of one replication connection, in a thread. ``error`` is what ended it.
 
-    ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one. It
-    starts when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without`` names the
-    lanes that can't be taken over: their events are held until they join, or dropped by the source. At most
-    ``max_events`` are held; a heartbeat is written after ``heartbeat_seconds`` without one.
+    ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one.
+    Reading starts when every lane has joined, and so fenced its predecessor, or when ``begin_without`` names the others,
+    which can't be taken over: their events are held until they join, or dropped by the source. At most ``max_events``
+    are held; a heartbeat is written after ``heartbeat_seconds`` without one.
     """
 
     def __init__(
@@ -207,10 +207,13 @@ class StreamSession:
         channels = [self._channels[lane] for lane in lanes if lane in self._channels]
         return self.error is not None or any(channel.waiting for channel in channels)
 
-    def confirmed_up_to(self, lsn: int) -> bool:
-        """Return whether all lanes have settled everything before ``lsn``; if unknown, the next report tells."""
-        self._requested_lsn = max(self._requested_lsn, lsn)
+    def has_flushed(self, lsn: int) -> bool:
+        """Return whether all lanes are known to have settled everything before ``lsn``; see ``request_flush``."""
         return self._confirmed_lsn >= lsn
+
+    def request_flush(self, lsn: int) -> None:
+        """Make reports advance to ``lsn``, though nothing else comes, once all lanes have settled everything before."""
+        self._requested_lsn = max(self._requested_lsn, lsn)
 
     def stop(self) -> None:
         """End the session after a last feedback."""
@@ -282,7 +285,8 @@ class StreamSession:
         """
         if not self._begun_without or slot.look().timeline == self._timeline:
             return
-        log.warning("after a failover the stream is read when all lanes have joined", absent=lanes_text(self.not_joined()))
+        missing = lanes_text(self.not_joined())
+        log.warning("after a failover the stream is read when all lanes have joined", absent=missing)
         while self._begun_without:
             if self._stopping.wait(_WAIT_SECONDS):
                 raise Unavailable("the stream is closed")
@@ -374,7 +378,7 @@ class StreamSession:
     def _beat(self, slot: Slot, now: float) -> None:
         if not self._held_events and now - self._moved_at >= self._heartbeat_seconds:
             self._moved_at = now
-            slot.heartbeat(self._confirmed_lsn)
+            slot.heartbeat(after_lsn=self._confirmed_lsn)
         elif self._confirmed_lsn < self._requested_lsn <= self.read_lsn and not self._ends:
             # A lane waits for the answer, and nothing else would advance the position.
-            slot.heartbeat(0)
+            slot.heartbeat()

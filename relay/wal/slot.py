@@ -300,9 +300,9 @@ class Slot:
         if not held:
             raise DatabaseUnavailable("another relay holds the stream's lanes now")
 
-    def heartbeat(self, confirmed_lsn: int) -> None:
-        """Write a message that comes back through the stream, if other WAL was written meanwhile."""
-        values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": confirmed_lsn, "bytes": IDLE_BYTES}
+    def heartbeat(self, *, after_lsn: int = 0) -> None:
+        """Write a message that comes back through the stream, if much WAL was written after this position."""
+        values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": after_lsn, "bytes": IDLE_BYTES}
         with unavailable_on_error("writing a heartbeat"):
             self._connection.execute(_HEARTBEAT, values)
 

@@ -225,17 +225,20 @@ class StreamSource(Source):
         lane.swept_at = now
         assert lane.channel is not None
         session = lane.channel.session
-        settled = lane.orphan is not None and session.confirmed_up_to(lane.orphan[1])
+        settled = lane.orphan is not None and session.has_flushed(lane.orphan[1])
         lowest, lsn = self._lanes.ask(lane, self._queries.lowest)
         if lowest is None:
             lane.orphan = None
         elif lane.orphan is None or lane.orphan[0] != lowest:
             lane.orphan = lowest, lsn
-            session.confirmed_up_to(lsn)
+            session.request_flush(lsn)
         elif settled:
             log.error("the stream has skipped an event; the table is read", lane=lane.lease.lane, id=lowest)
             lane.orphan = None
             return True
+        else:
+            # The session may be a new one.
+            session.request_flush(lane.orphan[1])
         return False
 
     # Settling

@@ -159,7 +159,7 @@ def a_standby_is_called_one(url: str) -> None:
     with psycopg.connect(url, autocommit=True) as connection:
         for ask_it in (
             lambda: connection.execute(f"SELECT {TIMELINE}"),
-            lambda: Slot(connection, SlotNames("outbox", "a", "b")).heartbeat(0),
+            lambda: Slot(connection, SlotNames("outbox", "a", "b")).heartbeat(),
         ):
             with pytest.raises(Unavailable, match="is a standby that is not promoted"), unavailable_on_error("asking"):
                 ask_it()

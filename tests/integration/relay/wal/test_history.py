@@ -94,7 +94,7 @@ def ended(box: Outboxed, *, once: bool) -> None:
     box.until(lambda: backlog(box.url) == 0, "all to be settled")
     # A relay that was started a moment ago reads much of the stream again: up to here, all of it is done with.
     end = now_at(box)
-    box.cdc._slot.heartbeat(0)
+    box.cdc._slot.heartbeat()
     box.until(lambda: confirmed_flush(box) >= end, "the stream to be read to its end")
     box.turns(5)
     assert backlog(box.url) == 0

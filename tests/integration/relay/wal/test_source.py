@@ -126,14 +126,14 @@ def test_a_heartbeat_is_written_for_some_wal_and_not_for_less(outboxed):
     def at_rest() -> list[int]:
         """Return how many more there are after a try; nothing where others, as autovacuum, wrote WAL meanwhile."""
         before, began = beats(), now_at(box)
-        box.cdc._slot.heartbeat(began)
+        box.cdc._slot.heartbeat(after_lsn=began)
         added = beats() - before
         return [added] if now_at(box) - began < IDLE_BYTES else []
 
     assert wait_until(at_rest, what="a server at rest") == [0]
     before, began = beats(), now_at(box)
     box.rows("SELECT pg_logical_emit_message(false, 'filler', repeat('x', %s))", IDLE_BYTES + 1)
-    box.cdc._slot.heartbeat(began)
+    box.cdc._slot.heartbeat(after_lsn=began)
     assert beats() == before + 1
 
 
@@ -268,6 +268,6 @@ def test_messages_of_others_stop_nothing_and_the_slot_goes_past_them(outboxed):
     box.add("a1")
     box.published("a1")
     end = now_at(box)
-    box.cdc._slot.heartbeat(0)
+    box.cdc._slot.heartbeat()
     box.until(lambda: confirmed_flush(box) >= end, "the slot to move on")
     box.nothing_left()
