@@ -101,9 +101,9 @@ class StreamSession:
     """The lifetime of one replication connection, in a thread. ``error`` is what ended it.
 
     ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one.
-    Reading starts when every lane has joined, and so fenced its predecessor, or when ``begin_without`` names the others,
-    which can't be taken over: their events are held until they join, or dropped by the source. At most ``max_events``
-    are held; a heartbeat is written after ``heartbeat_seconds`` without one.
+    Reading starts when every lane has joined, and so fenced its predecessor, or when ``begin_without`` names those that
+    can't be taken over: their events are held until they join, or dropped by the source. At most ``max_events`` are
+    held; a heartbeat is written after ``heartbeat_seconds`` without one.
     """
 
     def __init__(
