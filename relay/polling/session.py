@@ -146,7 +146,7 @@ class Session:
 
     def free(self) -> None:
         """Free the connection. Events that were read ahead are discarded, and read again."""
-        self.settlement.end()
+        self.settlement.wait()
         self.ahead = None
         with unavailable_on_error("reading ahead"):
             self.settlement.background.wait()
@@ -190,7 +190,7 @@ class Session:
                     more()
             # Not before the commit: a rollback would not renew the lease.
             with unavailable_on_error(doing):
-                error = settlement.answered(sent).get(lane)
+                error = settlement.finish_sent(sent).get(lane)
             if held or error is not None:
                 return error
             # A renewal had locked the lane's row, and it is settled without ``more``.

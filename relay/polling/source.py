@@ -132,13 +132,13 @@ class PollingSource(Source):
         self._discard_ahead()
 
     def drop(self, lane: int) -> None:
-        self.settlement.end()
+        self.settlement.wait()
         self.settlement.drop(lane)
         self.reader.drop(lane)
         self._discard_ahead()
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
-        failed = self.settlement.finish()
+        failed = self.settlement.collect()
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
             turn = self._run(limits)
         failed |= turn.failed
@@ -171,8 +171,8 @@ class PollingSource(Source):
 
         Returns failures only for lanes with events in this turn; ``settle`` returns those of other lanes.
         """
-        self.settlement.end(deadline)
-        return self.settlement.take_failed(self._unconfirmed)
+        self.settlement.wait(deadline)
+        return self.settlement.collect_of(self._unconfirmed)
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         if kinds != self.reader.left_out:
@@ -183,7 +183,7 @@ class PollingSource(Source):
         """Do nothing: rows of different lanes do not wait for each other."""
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
-        failed = self.settlement.finish()
+        failed = self.settlement.collect()
         for lane, receipt in receipts.items():
             if published := receipt.published:
                 held = self.settlement.lanes[lane]
@@ -199,7 +199,7 @@ class PollingSource(Source):
         return failed
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        failed = self.settlement.finish()
+        failed = self.settlement.collect()
         unsettled = [lane for lane in self.settlement.unsettled_lanes if lane in set(lanes) and lane not in failed]
         if not unsettled:
             return failed
@@ -212,7 +212,7 @@ class PollingSource(Source):
             return False
         if self.session.ahead is not None:
             return True
-        self.settlement.end()
+        self.settlement.wait()
         if self.reader.may_become_due(lanes) or self._watch_seconds == 0.0:
             stop.wait(min(self._step, seconds))
             self._step = min(self._step * 2, seconds)
@@ -276,7 +276,7 @@ class PollingSource(Source):
                 sent = self.settlement.send(turn.settled, by_number=self.session.pooled)
         with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):
             # After the commit: a rollback would not renew the leases.
-            failed = self.settlement.answered(sent)
+            failed = self.settlement.finish_sent(sent)
         failpoint("batch.settled")
         # Behind a pooler, a transaction that has locked nothing proves nothing by its commit: these are read again.
         proven = not self.session.pooled or sent.cursor.rowcount
@@ -299,7 +299,7 @@ class PollingSource(Source):
                 small = all(
                     len(each) + len(plan.in_hand.get(lane, ())) <= limits[lane] for lane, each in batches.items()
                 )
-                lost = self.settlement.checked(batches.keys()) if small else None
+                lost = self.settlement.find_lost(batches.keys()) if small else None
                 if lost is None:
                     return first
                 return turn._replace(settling=Settling.MEANWHILE, settled=sorted(unsettled), failed=lost)

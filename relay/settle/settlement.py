@@ -133,8 +133,8 @@ class Settlement:
     lease to publish in. ``on_settled`` is called with a lane and what was settled there. Raises Unavailable or
     SchemaError; then nothing is settled.
 
-    ``settle``: in the foreground. ``begin``, then ``finish``/``take_failed``: in the background. ``send`` in the
-    caller's transaction, and ``answered`` after its commit.
+    ``settle``: in the foreground. ``begin``, then ``collect``/``collect_of``: in the background. ``send`` in the
+    caller's transaction, and ``finish_sent`` after its commit.
     """
 
     def __init__(
@@ -149,8 +149,8 @@ class Settlement:
     ) -> None:
         self._connection = connection
         self.background = Background(connection)
-        self._behind: RunningStatement | None = None
-        self._failed_behind: dict[int, OutboxError] = {}
+        self._running: RunningStatement | None = None
+        self._not_held: dict[int, OutboxError] = {}
         self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
         self._renew_part = renew_part
         self._on_settled = on_settled
@@ -200,7 +200,7 @@ class Settlement:
         return values
 
     def send(self, lanes: Collection[int], *, by_number: bool = False) -> RunningStatement:
-        """Execute the statement, whose result ``answered`` takes.
+        """Execute the statement, whose result ``finish_sent`` takes.
 
         ``by_number``: look up the lanes' rows by number. For callers that do more in the same transaction: a lookup by
         version misses a row that has moved, and is repeated only after the commit.
@@ -209,10 +209,10 @@ class Settlement:
         self._execute(sent, *self._statement(sent))
         return sent
 
-    def answered(self, sent: RunningStatement) -> dict[int, OutboxError]:
-        """Process the result of ``send``. Returns the lanes that were not held, with the reasons."""
+    def finish_sent(self, sent: RunningStatement) -> dict[int, OutboxError]:
+        """Process the result of ``send``; settle moved lanes again. Returns those that were not held, with reasons."""
         missing, moved = self._note(sent)
-        return self._why_not([*missing, *self._ask(moved)])
+        return self._retry_locked([*missing, *self._settle_in_foreground(moved)])
 
     def settle(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Settle what is pending of these lanes, in one round trip. Returns those that were not held."""
@@ -220,68 +220,68 @@ class Settlement:
             return {}
         failpoint("batch.settling")
         with unavailable_on_error(f"settling {lanes_text(lanes)}"):
-            failed = self._why_not(self._ask(lanes))
+            failed = self._retry_locked(self._settle_in_foreground(lanes))
         failpoint("batch.settled")
         return failed
 
     def begin(self, lanes: Collection[int]) -> None:
-        """Start to settle what is pending of these lanes, in the background: the connection is in use until ``end``."""
+        """Start to settle what is pending of these lanes in the background: the connection is in use until ``wait``."""
         assert not self._pooled, "behind a pooler the statement needs a transaction"
         failpoint("batch.settling")
-        self._behind = self._begin(lanes)
+        self._running = self._start(lanes)
 
-    def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> RunningStatement:
+    def _start(self, lanes: Collection[int], missing: Sequence[int] = ()) -> RunningStatement:
         sent = self._new(lanes, missing=missing)
         self.background.start(partial(self._execute, sent, *self._statement(sent)))
         return sent
 
-    def end(self, deadline: float | None = None) -> None:
+    def wait(self, deadline: float | None = None) -> None:
         """Wait until what ``begin`` started, if anything, is done, and remember the lanes that were not held.
 
         Raises DatabaseUnavailable at ``deadline``, by time.monotonic(); it may be called again after that.
         """
         missing: Sequence[int] | None = None
-        while self._behind is not None:
-            missing = self._end(self._behind, deadline)
+        while self._running is not None:
+            missing = self._receive(self._running, deadline)
         if missing is None:
             return
         with unavailable_on_error(f"settling {lanes_text(missing)}"):
-            self._failed_behind |= self._why_not(missing)
+            self._not_held |= self._retry_locked(missing)
         failpoint("batch.settled")
 
-    def finish(self) -> dict[int, OutboxError]:
+    def collect(self) -> dict[int, OutboxError]:
         """Wait until what ``begin`` started is done. Returns all lanes that were not held, and forgets them."""
-        self.end()
-        failed, self._failed_behind = self._failed_behind, {}
+        self.wait()
+        failed, self._not_held = self._not_held, {}
         return failed
 
-    def take_failed(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Return which of these lanes were not held, and forget them; ``finish`` returns the others."""
-        return {lane: self._failed_behind.pop(lane) for lane in lanes if lane in self._failed_behind}
+    def collect_of(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        """Return which of these lanes were not held, and forget them; ``collect`` returns the others."""
+        return {lane: self._not_held.pop(lane) for lane in lanes if lane in self._not_held}
 
-    def _end(self, behind: RunningStatement, deadline: float | None) -> Sequence[int]:
+    def _receive(self, running: RunningStatement, deadline: float | None) -> Sequence[int]:
         """Wait for a statement. Returns the lanes that were not held; starts it again for those that have moved."""
         seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        with unavailable_on_error(f"settling {lanes_text(behind.lanes)}"):
+        with unavailable_on_error(f"settling {lanes_text(running.lanes)}"):
             try:
                 done = self.background.wait(seconds)
             except BaseException:
-                self._behind = None
+                self._running = None
                 raise
             if not done:
-                waited = uptime() - behind.asked_at
+                waited = uptime() - running.asked_at
                 raise DatabaseUnavailable(
-                    f"Postgres: settling {lanes_text(behind.lanes)} has taken {waited:.1f} s and is not done; the "
+                    f"Postgres: settling {lanes_text(running.lanes)} has taken {waited:.1f} s and is not done; the "
                     "next batch is not published, and will be read again"
                 )
-            self._behind = None
-            missing, moved = self._note(behind)
-            missing = [*behind.missing, *missing]
+            self._running = None
+            missing, moved = self._note(running)
+            missing = [*running.missing, *missing]
             if moved:
-                self._behind = self._begin(moved, missing)
+                self._running = self._start(moved, missing)
         return missing
 
-    def checked(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
+    def find_lost(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
         """Return the lanes that another relay has taken, {} if none.
 
         None: it is not known that what was read is durable; settle first.
@@ -365,7 +365,7 @@ class Settlement:
     def _execute(self, sent: RunningStatement, query: sql.Composed, values: dict[str, Any]) -> None:
         again_if_left(self._connection, lambda: sent.cursor.execute(query, values, prepare=not self._pooled))
 
-    def _ask(self, lanes: Collection[int]) -> list[int]:
+    def _settle_in_foreground(self, lanes: Collection[int]) -> list[int]:
         """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""
         not_held: list[int] = []
         while lanes:
@@ -375,8 +375,8 @@ class Settlement:
             not_held += missing
         return not_held
 
-    def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
-        """Return the reasons for lanes that were not held, after retrying those whose rows a renewal has locked."""
+    def _retry_locked(self, missing: Sequence[int]) -> dict[int, OutboxError]:
+        """Settle those again whose rows a renewal has locked. Returns the reasons for the lanes that were not held."""
         failed = self._reasons(missing)
         for seconds in LOCKED_SECONDS:
             locked = [lane for lane, error in failed.items() if isinstance(error, LaneLocked)]
@@ -384,7 +384,7 @@ class Settlement:
                 break
             time.sleep(seconds)
             others = {lane: error for lane, error in failed.items() if lane not in locked}
-            failed = others | self._reasons(self._ask(locked))
+            failed = others | self._reasons(self._settle_in_foreground(locked))
         return failed
 
     def _note(self, sent: RunningStatement) -> tuple[list[int], list[int]]:

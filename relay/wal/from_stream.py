@@ -223,7 +223,7 @@ class StreamReader:
             failpoint("batch.settling")
             with self._settlement.one_session(settled):
                 sent = self._settlement.send(settled)
-            failed |= self._settlement.answered(sent)
+            failed |= self._settlement.finish_sent(sent)
             failpoint("batch.settled")
         rows: dict[int, dict[int, Sequence[Any]]] = {}
         cuts: dict[int, int] = {}

@@ -47,7 +47,7 @@ def test_the_former_holder_loses_the_lanes_and_the_heir_publishes_all(place, exa
     if fetched.unconfirmed:
         sent = former.publisher.publish(fetched.batches, former.source.confirm)
         assert not isinstance(sent, Completed)
-        lost |= former.source.settlement.finish() | dict(getattr(sent, "lanes", {}))
+        lost |= former.source.settlement.collect() | dict(getattr(sent, "lanes", {}))
     assert {type(error) for error in lost.values()} == {LaneLost}
     assert sorted(lost) == list(range(LANES))
     assert "another relay has taken the lane" in str(lost[0])

@@ -173,7 +173,7 @@ def test_the_deadline_holds_for_lanes_whose_leases_were_prolonged_meanwhile(plac
         waited = time.monotonic() - began
         other.rollback()
     assert waited < 8
-    assert worker.source.settlement.finish() == {}
+    assert worker.source.settlement.collect() == {}
 
 
 def test_readers_do_not_wait_for_a_database_that_does_not_answer(place):

@@ -363,15 +363,15 @@ def test_a_lane_that_is_locked_for_a_moment_leaves_the_stream_with_its_refused_e
     box.relay(once=once)
     box.streams()
     box.kafka.bad = {"a1"}
-    answered = Settlement.answered
+    finish_sent = Settlement.finish_sent
     with psycopg.connect(box.url) as other:
         other.execute("SELECT FROM outbox.lanes FOR UPDATE")
 
         def unlocked(self: Settlement, sent: RunningStatement) -> dict[int, OutboxError]:
             other.rollback()
-            return answered(self, sent)
+            return finish_sent(self, sent)
 
-        monkeypatch.setattr(Settlement, "answered", unlocked)
+        monkeypatch.setattr(Settlement, "finish_sent", unlocked)
         box.add("a1", "b1")
         box.until(lambda: box.kafka.names("b"), "the other key")
     assert (box.streaming(), box.failed(), box.seen.errors) == (False, ["a"], [])
