@@ -39,25 +39,25 @@ _ROUND_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The id above which a read starts in each lane. ``final``: step 2 was complete before the read."""
+    """The id above which a read starts in each lane. ``writers_ended``: step 2 was complete before the read."""
 
-    above: dict[int, int]
-    final: bool
+    by_lane: dict[int, int]
+    writers_ended: bool
 
 
 class LowWaterMarks:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._marks: dict[int, int] = {}
-        self._settled: dict[int, int] = {}
+        self._targets: dict[int, int] = {}
         self._candidates: dict[int, int] = {}
         self._candidates_at = 0.0
         self._xid: int | None = None
-        self._ended = False
+        self._writers_ended = False
         self._looked_at = clock()
 
     def reset(self, lane: int) -> None:
-        for known in (self._marks, self._settled, self._candidates):
+        for known in (self._marks, self._targets, self._candidates):
             known.pop(lane, None)
 
     def keep(self, lane: int, mark: int) -> None:
@@ -69,27 +69,27 @@ class LowWaterMarks:
             self._marks[lane] = min(self._marks[lane], id_)
         self._candidates.pop(lane, None)
 
-    def start(self, lanes: Collection[int], *, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> Marks:
-        """Return where a read of these lanes starts. Queries the database at most once a second."""
+    def advance_and_get(self, lanes: Collection[int], *, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> Marks:
+        """Let marks rise if it is time, and return those of lanes. Queries the database at most once a second."""
         now = self._clock()
         if now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = now
             self._look(now, draw_xid, xmin)
-        return Marks({lane: self._marks.get(lane, LOWEST) for lane in lanes}, self._ended)
+        return Marks({lane: self._marks.get(lane, LOWEST) for lane in lanes}, self._writers_ended)
 
-    def above(self, lane: int) -> int:
+    def mark(self, lane: int) -> int:
         return self._marks.get(lane, LOWEST)
 
     def seen(self, marks: Marks, lane: int, lowest: int | None) -> None:
         """Record the lowest id that a read which started at ``marks`` found in the lane."""
-        candidate = self._candidates.get(lane)
-        if marks.final and self._ended and candidate is not None and (lowest is None or lowest > candidate):
+        ended, candidate = marks.writers_ended and self._writers_ended, self._candidates.get(lane)
+        if ended and candidate is not None and (lowest is None or lowest > candidate):
             self._marks[lane] = candidate
             del self._candidates[lane]
 
-    def settled(self, lane: int, last: int) -> None:
-        """Record the last id that was settled, or the lane's last id if rows wait: the mark may rise to it."""
-        self._settled[lane] = max(last, self._settled.get(lane, LOWEST))
+    def may_rise_to(self, lane: int, id_: int) -> None:
+        """Record an id to which the mark may rise: the last one settled, or the lane's last one if rows wait."""
+        self._targets[lane] = max(id_, self._targets.get(lane, LOWEST))
 
     @property
     def want_last_ids(self) -> bool:
@@ -97,14 +97,14 @@ class LowWaterMarks:
         return not self._candidates
 
     def _look(self, now: float, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> None:
-        if self._ended and (not self._candidates or now - self._candidates_at >= _ROUND_SECONDS):
+        if self._writers_ended and (not self._candidates or now - self._candidates_at >= _ROUND_SECONDS):
             # All marks have risen, or lanes that are not read delay the round.
-            self._candidates, self._ended = {}, False
+            self._candidates, self._writers_ended = {}, False
         if not self._candidates:
-            self._candidates = {n: last for n, last in self._settled.items() if last > self._marks.get(n, LOWEST)}
+            self._candidates = {n: last for n, last in self._targets.items() if last > self._marks.get(n, LOWEST)}
             self._candidates_at, self._xid = now, None
         elif self._xid is None:
             if now - self._candidates_at >= _SETTLE_SECONDS:
                 self._xid = draw_xid()
-        elif not self._ended:
-            self._ended = xmin() >= self._xid
+        elif not self._writers_ended:
+            self._writers_ended = xmin() >= self._xid

@@ -96,7 +96,7 @@ SELECT {columns}, NULL, lane
 _SWEEP: Final = """
 WITH there AS MATERIALIZED (
     SELECT id, lane, aggregate_type, aggregate_id, headers FROM ONLY {events} AS e
-     WHERE lane = %(lane)s AND id > %(above)s AND id <= %(upto)s
+     WHERE lane = %(lane)s AND id > %(above)s AND id <= %(mark)s
      ORDER BY id LIMIT %(window)s)
 SELECT (SELECT count(*) FROM there), (SELECT max(id) FROM there),
        ARRAY(SELECT id FROM there AS e WHERE true{usable} ORDER BY id LIMIT %(most)s)"""
@@ -293,14 +293,14 @@ class Queries:
         self._events = names["events"]
 
     def watch(
-        self, connection: psycopg.Connection[Any], above: Mapping[int, int], seconds: float, step_seconds: float
+        self, connection: psycopg.Connection[Any], marks: Mapping[int, int], seconds: float, step_seconds: float
     ) -> str:
         """Return a statement that ends once one of these lanes has an event above its mark, or after ``seconds``."""
         body = sql.SQL(_WATCH).format(
             events=self._events,
             seconds=sql.Literal(seconds),
             watch=sql.Literal(step_seconds),
-            lanes=sql.Literal(array(list(above))),
-            above=sql.Literal(array(list(above.values()))),
+            lanes=sql.Literal(array(list(marks))),
+            above=sql.Literal(array(list(marks.values()))),
         )
         return sql.SQL("DO {}").format(sql.Literal(body.as_string(connection))).as_string(connection)

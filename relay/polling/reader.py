@@ -94,7 +94,7 @@ class LaneReader:
         if self._server is None:
             return
         for lane, state in states:
-            mark = unsettled_above(self._marks.above(lane), in_hand.get(lane, ()))
+            mark = unsettled_above(self._marks.mark(lane), in_hand.get(lane, ()))
             if mark > LOWEST:
                 late, due_at = [id_ for id_ in (*state.late, *state.found) if id_ <= mark], self._sweep.due_at[lane]
                 self._kept.lanes[lane] = KeptLane(state.lease.epoch, mark, state.failures, late, due_at)
@@ -130,8 +130,8 @@ class LaneReader:
         """Return whether these lanes have waiting events that only a read shows to be due."""
         return bool(self.left_out) or any(self.has_failures(lane) or self._lanes[lane].late for lane in lanes)
 
-    def above(self, lanes: Collection[int]) -> dict[int, int]:
-        return {lane: self._marks.above(lane) for lane in lanes}
+    def marks(self, lanes: Collection[int]) -> dict[int, int]:
+        return {lane: self._marks.mark(lane) for lane in lanes}
 
     # What to read
 
@@ -167,7 +167,7 @@ class LaneReader:
         have committed since the last read, and later events of its key after it.
         """
         lanes = list(limits)
-        marks = self._marks.start(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
+        marks = self._marks.advance_and_get(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
         after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
         pending = array([claim.position for claims in in_hand.values() for claim in claims])
         many = sum(map(len, in_hand.values())) > _MANY
@@ -188,8 +188,8 @@ class LaneReader:
         if plain:
             values = {
                 "lanes": array(plain),
-                "above": array([marks.above[lane] for lane in plain]),
-                "after": array([after.get(lane, marks.above[lane]) for lane in plain]),
+                "above": array([marks.by_lane[lane] for lane in plain]),
+                "after": array([after.get(lane, marks.by_lane[lane]) for lane in plain]),
                 "limits": array([self._rows(lane, limits[lane], share) for lane in plain]),
                 **common,
             }
@@ -202,7 +202,7 @@ class LaneReader:
             values = {"lane": lane, **common}
             # For due events, what fits is not computed in advance.
             values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
-            values |= {"above": marks.above[lane], "after": after.get(lane, marks.above[lane])}
+            values |= {"above": marks.by_lane[lane], "after": after.get(lane, marks.by_lane[lane])}
             # A due event goes with the others of a lane in _mixed: together they are at most a batch.
             room = max(limits[lane] - (lane in self._mixed), 1)
             values["limit"] = self._rows(lane, room, share)
@@ -233,7 +233,7 @@ class LaneReader:
     def _begin_sweep(self, lanes: Collection[int]) -> None:
         """Start to sweep these lanes if it is time, except those of which the last sweep has found something."""
         free = [lane for lane in lanes if not (self._lanes[lane].late or self._lanes[lane].found)]
-        self._sweep.begin({lane: mark for lane, mark in self.above(free).items() if mark > LOWEST}, self.left_out)
+        self._sweep.begin({lane: mark for lane, mark in self.marks(free).items() if mark > LOWEST}, self.left_out)
 
     def _rows(self, lane: int, limit: int, share: int) -> int:
         """Return how many rows to request: rows beyond the bytes that fit would be read in vain."""
@@ -340,7 +340,7 @@ class LaneReader:
         """Record settled rows: the mark may rise to them, and their failures are gone."""
         if not batch.rows:
             return
-        self._marks.settled(lane, max(claim.position for claim in batch.rows))
+        self._marks.may_rise_to(lane, max(claim.position for claim in batch.rows))
         if state := self._lanes.get(lane):
             self._lower(lane, state.failures.remove(claim.position for claim in batch.rows))
 
@@ -397,10 +397,10 @@ class LaneReader:
         if waiting and self._marks.want_last_ids and time.monotonic() - self._ends_at >= _LOOK_SECONDS:
             # A topic may be paused for hours, a key blocked for days.
             self._ends_at = time.monotonic()
-            above = [self._marks.above(lane) for lane in waiting]
+            above = [self._marks.mark(lane) for lane in waiting]
             for lane, last in self._session.rows(self._queries.last_ids, lanes=waiting, above=above):
                 if last is not None:
-                    self._marks.settled(lane, last)
+                    self._marks.may_rise_to(lane, last)
 
     def _note_counts(self, rows: Sequence[Any]) -> None:
         for lane, count, total in rows:
@@ -440,7 +440,7 @@ class LaneReader:
         state = self._lanes[lane]
         if state.found:
             # Unless it is read from the mark anyway.
-            mark = self._marks.above(lane)
+            mark = self._marks.mark(lane)
             state.late = sorted({*state.late, *(id_ for id_ in state.found if id_ <= mark)})
             state.found = ()
 
@@ -467,7 +467,7 @@ class LaneReader:
             self._sweep.due_at[lane] = 0.0
         if self._server is not None and not self.left_out and marks.is_due:
             above = {
-                lane: unsettled_above(mark, in_hand.get(lane, ())) for lane, mark in self.above(self._lanes).items()
+                lane: unsettled_above(mark, in_hand.get(lane, ())) for lane, mark in self.marks(self._lanes).items()
             }
             sure = [
                 state

@@ -57,26 +57,26 @@ class RowMarks:
     def is_due(self) -> bool:
         return time.monotonic() - self._written_at >= _SECONDS
 
-    def keep(self, server: str, lanes: Collection[PolledLane], above: Mapping[int, int]) -> None:
-        """Write the marks of these lanes that have changed; ``above`` are all marks by lane."""
+    def keep(self, server: str, lanes: Collection[PolledLane], marks: Mapping[int, int]) -> None:
+        """Write those of these lanes' marks that have changed; ``marks`` are all of them."""
         self._written_at = time.monotonic()
-        digests = {lane.lease.lane: _digest(server, above[lane.lease.lane], lane.failures) for lane in lanes}
-        marks = {number: (above[number], digest) for number, digest in digests.items()}
-        changed = [lane.lease for lane in lanes if self._written.get(lane.lease.lane) != marks[lane.lease.lane]]
+        digests = {lane.lease.lane: _digest(server, marks[lane.lease.lane], lane.failures) for lane in lanes}
+        given = {number: (marks[number], digest) for number, digest in digests.items()}
+        changed = [lane.lease for lane in lanes if self._written.get(lane.lease.lane) != given[lane.lease.lane]]
         if not changed:
             return
         values = {
             **lease_values(changed),
             "mark_lanes": array([lease.lane for lease in changed]),
-            "marks": array([marks[lease.lane][0] for lease in changed]),
-            "mark_failures": [marks[lease.lane][1] for lease in changed],
+            "marks": array([given[lease.lane][0] for lease in changed]),
+            "mark_failures": [given[lease.lane][1] for lease in changed],
         }
         with one_write(self._session.connection):
             if self._session.pooled:
                 self._session.accept(Server(*self._session.rows(SERVER)[0]))
             rows = self._session.rows(self._queries.keep_marks, **values)
         for (lane,) in rows:
-            self._written[lane] = marks[lane]
+            self._written[lane] = given[lane]
 
 
 def unsettled_above(mark: int, in_hand: Sequence[Claim]) -> int:

@@ -220,7 +220,7 @@ class PollingSource(Source):
         seconds = min(max(seconds, _WAIT_SECONDS), _MAX_WAIT_SECONDS)
         began = time.monotonic()
         with unavailable_on_error(f"waiting for events of {lanes_text(lanes)}"):
-            watch = self._queries.watch(self._connection, self.reader.above(lanes), seconds, self._watch_seconds)
+            watch = self._queries.watch(self._connection, self.reader.marks(lanes), seconds, self._watch_seconds)
             if not run_within(self._connection, watch, seconds + _LATE_SECONDS):
                 log.warning("a wait for events that did not end is cancelled; has the database's clock gone back?")
                 return True

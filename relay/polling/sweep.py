@@ -68,13 +68,13 @@ class Sweep:
     def hold(self, lane: int) -> None:
         self.due_at[lane] = time.monotonic() + _SWEEP_SECONDS
 
-    def begin(self, above: Mapping[int, int], left_out: Collection[Kind]) -> None:
+    def begin(self, marks: Mapping[int, int], left_out: Collection[Kind]) -> None:
         """Start to sweep the lanes that are due, up to these marks, unless a sweep is in progress."""
         now = time.monotonic()
-        if (self._thread is not None and self._thread.is_alive()) or all(self.due_at[lane] > now for lane in above):
+        if (self._thread is not None and self._thread.is_alive()) or all(self.due_at[lane] > now for lane in marks):
             return
         # With those that are due soon: a connection for each lane would cost more.
-        lanes = {lane: mark for lane, mark in above.items() if self.due_at[lane] <= now + _SWEEP_SECONDS / 2}
+        lanes = {lane: mark for lane, mark in marks.items() if self.due_at[lane] <= now + _SWEEP_SECONDS / 2}
         # However it ends.
         self.due_at |= dict.fromkeys(lanes, now + _SWEEP_SECONDS)
         self._thread = threading.Thread(target=self._run, args=(lanes, left_out), name="sweep", daemon=True)
@@ -144,7 +144,7 @@ class Sweep:
     def _sweep(
         self, connection: psycopg.Connection[Any], lane: int, mark: int, left_out: Collection[Kind]
     ) -> list[int]:
-        values: dict[str, Any] = {"lane": lane, "upto": mark, "window": _WINDOW, "most": _MOST, "copy": DEAD_LETTER}
+        values: dict[str, Any] = {"lane": lane, "mark": mark, "window": _WINDOW, "most": _MOST, "copy": DEAD_LETTER}
         values["left_types"] = [kind for kind, _ in left_out]
         values["left_copies"] = [copy for _, copy in left_out]
         found: list[int] = []

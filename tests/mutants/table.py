@@ -57,8 +57,8 @@ MUTANTS: Final = (
         "mark_rises_at_once",
         "EachIsPublished: a transaction may commit a lower number late",
         "relay/polling/low_water_mark.py",
-        "self._ended = xmin() >= self._xid",
-        "self._ended = True",
+        "self._writers_ended = xmin() >= self._xid",
+        "self._writers_ended = True",
         (f"{_RELAY}/polling/test_low_water_mark.py",),
     ),
     Mutant(

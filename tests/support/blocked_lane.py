@@ -66,7 +66,7 @@ class Blocked:
     @property
     def mark(self) -> int:
         """The lane's low-water mark."""
-        return self.lane.source.reader.above([self.lane.lane])[self.lane.lane]
+        return self.lane.source.reader.marks([self.lane.lane])[self.lane.lane]
 
     def new_source(self) -> OneLane:
         """A source that takes over what the one before has left."""

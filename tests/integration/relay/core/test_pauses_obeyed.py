@@ -145,7 +145,7 @@ def test_what_is_left_out_is_not_visited_by_each_read(outbox_postgres, url, monk
 
         def passed() -> bool:
             assert one.fetch(100) == []
-            return bool(one.source.reader.above([0])[0] == last)
+            return bool(one.source.reader.marks([0])[0] == last)
 
         wait_until(passed, what="the mark to rise")
         one.source.leave_out(frozenset())

@@ -230,7 +230,7 @@ def test_a_lane_that_reads_its_table_beside_the_wal_keeps_the_order_of_a_freed_k
     box.until(lambda: box.dead == ["a1"], "the dead letter")
     box.add(*[f"a{n}" for n in range(2, 2502)])
     ((last,),) = box.rows("SELECT max(id) FROM outbox.events")
-    box.until(lambda: box.source._table.reader.above([0])[0] >= last, "the mark to rise above what waits")
+    box.until(lambda: box.source._table.reader.marks([0])[0] >= last, "the mark to rise above what waits")
     assert DeadLetters(box.admin, "outbox").discard(Selection(), "test")
     for n in range(2502, 2520):
         box.add(f"a{n}", f"b{n}")

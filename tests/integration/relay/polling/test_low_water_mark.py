@@ -32,8 +32,8 @@ class Marks:
     def start(self, after: float = 1.5) -> dict[int, int]:
         """Begin a read; return above which ids it looks."""
         self.now += after
-        self.read = self.marks.start(self.lanes, draw_xid=self._draw, xmin=lambda: self.xmin)
-        return self.read.above
+        self.read = self.marks.advance_and_get(self.lanes, draw_xid=self._draw, xmin=lambda: self.xmin)
+        return self.read.by_lane
 
     def seen(self, *lowest: int | None) -> None:
         """End the read: the lowest id that it found in each lane."""
@@ -49,7 +49,7 @@ def test_a_mark_waits_for_every_transaction_that_could_commit_below_it():
     marks = Marks(0)
     low = {0: LOWEST}
     assert marks.start() == low
-    marks.marks.settled(0, 100)
+    marks.marks.may_rise_to(0, 100)
     assert marks.start() == low  # 100 becomes the candidate
     marks.seen(101)
     assert marks.start(6.0) == low  # the wait is over: xid 20 is drawn
@@ -72,7 +72,7 @@ def test_a_mark_waits_for_every_transaction_that_could_commit_below_it():
 def test_the_marks_of_many_lanes_rise_with_one_transaction_id_each_by_what_it_read_itself():
     marks = Marks(*range(256))
     for lane in range(256):
-        marks.marks.settled(lane, 1000 + lane)
+        marks.marks.may_rise_to(lane, 1000 + lane)
     marks.start()
     marks.start(6.0)
     marks.xmin = 20
@@ -89,7 +89,7 @@ def test_the_marks_of_many_lanes_rise_with_one_transaction_id_each_by_what_it_re
     marks.marks.reset(1)
     assert marks.start()[1] == LOWEST
     # What is settled meanwhile is the next round's; lanes that still have low rows do not hold the others up for good.
-    marks.marks.settled(3, 5000)
+    marks.marks.may_rise_to(3, 5000)
     marks.start(61.0)
     marks.start()
     marks.seen(*([7] * 256))

@@ -101,7 +101,7 @@ def test_reading_around_failures_follows_the_index_and_stops(statistics, name, p
 
 def test_a_window_of_a_sweep_follows_the_index_and_stops(statistics):
     _, admin = statistics
-    values = read_values(admin, 0, lane=1, window=5000, most=500, upto=1 << 40)
+    values = read_values(admin, 0, lane=1, window=5000, most=500, mark=1 << 40)
     values["above"] = before_the_first(admin)
     plan = explain(admin, Queries("outbox").sweep, values, plans=PLANS[1], to_the_index=True)
     scans = [node for node in nodes(plan) if node.get("Relation Name") == "events"]
