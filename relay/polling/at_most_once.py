@@ -74,15 +74,12 @@ class AtMostOnceSource(PollingSource):
     ) -> None:
         super().__init__(connect, schema, failures, overlap=False, **options)
         self.settlement.settles_first = True
+        # The statement that deletes the rows checks the leases too. Behind a pooler it may run in another session, and
+        # proves nothing about what was read before it.
+        self._settles_with_read = self.session.pooled
         self._on_lost = on_lost
         self._is_held = held
         self._sent: dict[int, int] = {}
-
-    @property
-    def _settles_with_read(self) -> bool:
-        # The statement that deletes the rows checks the leases too. Behind a pooler it may run in another session, and
-        # proves nothing about what was read before it.
-        return self.session.pooled
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Return the lowest events of these lanes, after deleting their rows."""

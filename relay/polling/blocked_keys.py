@@ -3,8 +3,8 @@
 The low-water mark rises above rows that wait. When their key is freed, the mark has to be lowered before a newer row of
 the key, above the mark, may be published. The read of a turn can meet a failure that was gone just before it: then it
 returns the newer row alone. So the reader compares what it has read with the failures that it knows, and takes rows
-back whose key waited when it last looked. The failures that it knows include each one that any row below the mark may
-wait for; that some of them are gone already costs no more than a second look.
+back whose key waited when it last looked. Every failure for which a row below the mark waits is known. A known failure
+may be gone already; then the read is repeated.
 
 Keys are kept as digests: they can be 4,000 bytes long, and there can be 100,000 of them.
 """
@@ -36,7 +36,7 @@ class FailureRow(NamedTuple):
     blocks: bool
 
 
-class BlockedKeys:
+class KnownFailures:
     """The known failures of a lane. False if there are none."""
 
     def __init__(self) -> None:
@@ -105,18 +105,18 @@ class PolledLane:
     """
 
     lease: Lease
-    failures: BlockedKeys = field(default_factory=BlockedKeys)
-    known: bool = False
+    failures: KnownFailures = field(default_factory=KnownFailures)
+    failures_loaded: bool = False
     """Whether the lane's failures have been read since it was held, and since they were found to have changed."""
-    unsure: set[int] = field(default_factory=set)
-    """Ids of events of which it is not known whether they are among the failures; while ``known``."""
+    recheck_ids: set[int] = field(default_factory=set)
+    """Ids of events of which it is not known whether they are among the failures; while ``failures_loaded``."""
     due: int = 1
     due_next: bool = True
     reading_due: bool = False
     row_bytes: float = 0.0
-    found: Sequence[int] = ()
+    swept_ids: Sequence[int] = ()
     """What a sweep has found. Not to be read before a look shows that no failure of the lane is gone."""
-    late: Sequence[int] = ()
+    late_ids: Sequence[int] = ()
     """Ids below the mark, to be read before anything else."""
 
 

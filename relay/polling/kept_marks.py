@@ -19,9 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from relay.core.ports import Kind
+from relay.polling.blocked_keys import KnownFailures
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class KeptLane:
 
     epoch: int
     mark: int
-    failures: Any
-    late: Sequence[int]
+    failures: KnownFailures
+    late_ids: Sequence[int]
     sweep_at: float
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
 
+from relay.core.ports import Claim
 from relay.polling.blocked_keys import DIGEST
 from relay.settle.statements import TIMELINE, array, names_of
 
@@ -40,7 +41,7 @@ _FITTING: Final = """(SELECT greatest(1, count(*) FILTER (WHERE total <= %(max_b
                                     ORDER BY id LIMIT {most}) AS sized) AS summed)"""
 
 # Lane after lane, until the turn is full. A lane with events but no room is reported by one row without an id, behind
-# all others.
+# all others: see ``split_rows``.
 _READ: Final = """
 SELECT e.*, l.lane
   FROM (SELECT *, sum(bytes) OVER (ROWS UNBOUNDED PRECEDING) AS running
@@ -243,6 +244,14 @@ BEGIN
         step := least(step + 0.0005, {watch});
     END LOOP;
 END"""
+
+
+def split_rows(rows: Sequence[Claim]) -> tuple[Sequence[Claim], Sequence[int]]:
+    """Return the events that a statement has read, and the lanes that have some for which there was no room."""
+    if not rows or rows[-1].position:
+        return rows, ()
+    without_room = [row.lane for row in rows if not row.position]
+    return rows[: -len(without_room)], without_room
 
 
 class Queries:

@@ -30,11 +30,11 @@ from relay.database import unavailable_on_error
 from relay.polling.blocked_keys import FailureRow, PolledLane
 from relay.polling.kept_marks import KeptLane, KeptMarks, Server
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks, Marks
-from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries
+from relay.polling.queries import DRAW_XID, SERVER, XMIN, Queries, split_rows
 from relay.polling.row_marks import RowMarks, unsettled_above
 from relay.polling.session import Read, ReadTurn, Session, TurnPlan
 from relay.polling.sweep import Sweep
-from relay.settle.settlement import Settling, by_lane, lanes_text
+from relay.settle.settlement import by_lane, lanes_text
 from relay.settle.statements import array
 
 _LOOK_SECONDS: Final = 1.0
@@ -62,7 +62,8 @@ class LaneReader:
         self._session = session
         self._sweep = sweep
         self._kept = kept or KeptMarks()
-        self._mixed = set(self._kept.unanswered)
+        # Lanes whose due events got no answer under the last source: they go with others in their next turn.
+        self._unanswered = set(self._kept.unanswered)
         self._row_marks = None if kept is None else RowMarks(session, queries)
         self._new: set[int] = set()
         self._server: Server | None = None
@@ -74,7 +75,7 @@ class LaneReader:
         self._ends_at = -_LOOK_SECONDS
         self._crowded = False
         self._rotation = 0
-        self._no_room = 0
+        self._resume_at_lane = 0
         self.left_out: frozenset[Kind] = frozenset()
 
     def hold(self, lease: Lease) -> None:
@@ -96,8 +97,9 @@ class LaneReader:
         for lane, state in states:
             mark = unsettled_above(self._marks.mark(lane), in_hand.get(lane, ()))
             if mark > LOWEST:
-                late, due_at = [id_ for id_ in (*state.late, *state.found) if id_ <= mark], self._sweep.due_at[lane]
-                self._kept.lanes[lane] = KeptLane(state.lease.epoch, mark, state.failures, late, due_at)
+                late, sweep_at = (*state.late_ids, *state.swept_ids), self._sweep.due_at[lane]
+                late = tuple(id_ for id_ in late if id_ <= mark)
+                self._kept.lanes[lane] = KeptLane(state.lease.epoch, mark, state.failures, late, sweep_at)
         self._kept.server, self._kept.left_out = self._server, self.left_out
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
@@ -109,42 +111,48 @@ class LaneReader:
             self._forget_mark(lane)
 
     def read_all_again(self, lane: int) -> None:
-        """Make the next read look for failures first, and start from the lane's lowest id."""
-        self.look_again(lane)
+        """Make the next turn read the failures first, and start from the lane's lowest id."""
+        self.recheck_failures(lane)
         self._forget_mark(lane)
         self._kept.lanes.pop(lane, None)
 
     def _forget_mark(self, lane: int) -> None:
         self._marks.reset(lane)
-        self._lanes[lane].found = self._lanes[lane].late = ()
+        self._lanes[lane].swept_ids = self._lanes[lane].late_ids = ()
 
-    def look_again(self, lane: int, ids: Collection[int] | None = None) -> None:
-        """Make the next read look first which failures the lane has, or which of these events are among them."""
+    def recheck_failures(self, lane: int, ids: Collection[int] | None = None) -> None:
+        """Make the next turn find out first which failures the lane has, or which of these events are among them."""
         state = self._lanes[lane]
         if ids is None:
-            state.known = False
+            state.failures_loaded = False
         else:
-            state.unsure.update(ids)
+            state.recheck_ids.update(ids)
 
     def may_become_due(self, lanes: Collection[int]) -> bool:
         """Return whether these lanes have waiting events that only a read shows to be due."""
-        return bool(self.left_out) or any(self.has_failures(lane) or self._lanes[lane].late for lane in lanes)
+        return bool(self.left_out) or any(self.has_failures(lane) or self._lanes[lane].late_ids for lane in lanes)
 
     def marks(self, lanes: Collection[int]) -> dict[int, int]:
         return {lane: self._marks.mark(lane) for lane in lanes}
 
     # What to read
 
-    def plan_turn(self, limits: Mapping[int, int], in_hand: Batches, settling: Settling) -> TurnPlan:
+    def plan_turn(self, limits: Mapping[int, int], in_hand: Batches) -> TurnPlan:
         """Return what to read now of these lanes; ``in_hand`` are events that must not be read again."""
         limits = self._turn_limits(limits)
         self.look_first(in_hand)
         self._begin_sweep(limits)
-        return TurnPlan(limits, in_hand, self._reads(limits, in_hand), self._looks(), settling)
+        plan = TurnPlan(limits, in_hand, self._reads(limits, in_hand))
+        if self.failure_check_due():
+            self._looked_at = time.monotonic()
+            for lane, found in self._sweep.take(self._lanes).items():
+                self._lanes[lane].swept_ids = found
+            plan.counted = list(self._lanes)
+        return plan
 
     def plan_ahead(self, limits: Mapping[int, int], in_hand: Batches) -> TurnPlan | None:
         """Return what to read while ``in_hand`` is published; None if the next turn has to read the failures."""
-        if self.must_look():
+        if self.failure_check_due():
             return None
         limits = self._turn_limits(limits)
         return TurnPlan(limits, in_hand, self._reads(limits, in_hand), ahead=True)
@@ -161,7 +169,7 @@ class LaneReader:
         return {lane: limits[lane] for lane in lanes}
 
     def _reads(self, limits: Mapping[int, int], in_hand: Batches) -> list[Read]:
-        """Return the statements that read these lanes.
+        """Return the statements that read these lanes; of a lane, late events come first, then due ones, then others.
 
         Each starts from the mark, also behind thousands of events in hand: a transaction that has drawn a low id may
         have committed since the last read, and later events of its key after it.
@@ -184,7 +192,7 @@ class LaneReader:
         reads = self._late_reads(limits, in_hand, marks, common)
         plain = [lane for lane in lanes if not self._lanes[lane].failures]
         # Lanes without room in the last turn come first.
-        plain.sort(key=lambda lane: (lane < self._no_room, lane))
+        plain.sort(key=lambda lane: (lane < self._resume_at_lane, lane))
         if plain:
             values = {
                 "lanes": array(plain),
@@ -203,12 +211,12 @@ class LaneReader:
             # For due events, what fits is not computed in advance.
             values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
             values |= {"above": marks.by_lane[lane], "after": after.get(lane, marks.by_lane[lane])}
-            # A due event goes with the others of a lane in _mixed: together they are at most a batch.
-            room = max(limits[lane] - (lane in self._mixed), 1)
+            # With the due event they are at most a batch.
+            room = max(limits[lane] - (lane in self._unanswered), 1)
             values["limit"] = self._rows(lane, room, share)
             if state.due_next:
                 due = self._queries.read_some_due if some else self._queries.read_due
-                reads.append(Read(due, values, [lane], marks, due=lane, many=many))
+                reads.append(Read(due, values, [lane], marks, due=True, many=many))
             unblocked = self._queries.read_some_skip_blocked if some else self._queries.read_skip_blocked
             reads.append(Read(unblocked, values, [lane], marks, many=many))
         return reads
@@ -220,19 +228,19 @@ class LaneReader:
         reads = []
         for lane in limits:
             state = self._lanes[lane]
-            if not state.late:
+            if not state.late_ids:
                 continue
-            values = {**common, "lane": lane, "late": array(state.late)}
+            values = {**common, "lane": lane, "late": array(state.late_ids)}
             values["limit"] = self._rows(lane, limits[lane], common["max_bytes"])
             # Those in hand are not read now, but again if they could not be published.
-            late = set(state.late)
+            late = set(state.late_ids)
             last = not any(claim.position in late for claim in in_hand.get(lane, ()))
-            reads.append(Read(self._queries.read_late, values, [lane], marks, late=lane, last=last))
+            reads.append(Read(self._queries.read_late, values, [lane], marks, late=True, last=last))
         return reads
 
     def _begin_sweep(self, lanes: Collection[int]) -> None:
         """Start to sweep these lanes if it is time, except those of which the last sweep has found something."""
-        free = [lane for lane in lanes if not (self._lanes[lane].late or self._lanes[lane].found)]
+        free = [lane for lane in lanes if not (self._lanes[lane].late_ids or self._lanes[lane].swept_ids)]
         self._sweep.begin({lane: mark for lane, mark in self.marks(free).items() if mark > LOWEST}, self.left_out)
 
     def _rows(self, lane: int, limit: int, share: int) -> int:
@@ -245,7 +253,7 @@ class LaneReader:
         states = [self._lanes[lane] for lane in limits]
         return any(
             2 * len(batch) > limits[lane] or batch[0].size * len(batch) > _LANE_BYTES for lane, batch in batches.items()
-        ) and all(state.known and not state.failures and not state.unsure for state in states)
+        ) and all(state.failures_loaded and not state.failures and not state.recheck_ids for state in states)
 
     # What the results say
 
@@ -258,10 +266,11 @@ class LaneReader:
         # The number of failures of each lane, and the sum of their ids, as they are after the read.
         counts = self._session.read_turn(plan)
         batches: dict[int, list[Claim]] = {}
+        # Lanes with late events, or else due ones: this turn has no others of them.
         first: set[int] = set()
         for read in plan.reads:
-            comes_first = read.late is not None or read.due is not None
-            found = self._first(read, first) if comes_first else self._others(read, first, looked=bool(plan.looks))
+            comes_first = read.late or read.due
+            found = self._first(read, first) if comes_first else self._others(read, first, counted=bool(plan.counted))
             for lane, claims in found.items():
                 batches.setdefault(lane, []).extend(claims)
         for lane in self._freed(batches):
@@ -280,20 +289,18 @@ class LaneReader:
                 continue
             for claim in claims:
                 if gone := state.failures.before(claim):
-                    state.unsure |= gone
+                    state.recheck_ids |= gone
                     freed.add(lane)
         return freed
 
-    def _others(self, read: Read, first: set[int], *, looked: bool) -> Batches:
+    def _others(self, read: Read, first: set[int], *, counted: bool) -> Batches:
         """Return the other events, without lanes that are in ``first``, and update the marks.
 
-        ``looked``: the failures are counted after this read.
+        ``counted``: the failures are counted after this read.
         """
-        rows, full = read.rows, set[int]()
-        if rows and not rows[-1].position:
-            no_room = [row.lane for row in rows if not row.position]
-            full, self._no_room = set(no_room), no_room[0]
-            rows = rows[: -len(no_room)]
+        rows, without_room = split_rows(read.rows)
+        if without_room:
+            self._resume_at_lane = without_room[0]
         found = by_lane(rows)
         for lane in read.lanes:
             if lane in first:
@@ -303,7 +310,7 @@ class LaneReader:
             if state.failures:
                 state.due_next, state.reading_due = True, False
             # Rows must not wait below the mark for a failure that is not known.
-            if (looked or not state.failures) and lane not in full:
+            if (counted or not state.failures) and lane not in without_room:
                 self._marks.seen(read.marks, lane, found[lane][0].position if lane in found else None)
         return found
 
@@ -311,17 +318,19 @@ class LaneReader:
         """Return late or due events, which go before all others of their lane; adds the lane to ``first``."""
         (lane,) = read.lanes
         state, found = self._lanes[lane], {lane: read.rows} if read.rows else {}
-        if read.late is None:
-            if lane in first:
-                return {}
-            if found and lane in self._mixed:
-                self._mixed.discard(lane)
-                return found
+        if read.late:
+            if found:
+                state.reading_due = False
+            elif read.last:
+                state.late_ids = ()
+        elif lane in first:
+            return {}
+        elif found and lane in self._unanswered:
+            # Once, with the others.
+            self._unanswered.discard(lane)
+            return found
+        else:
             state.reading_due = bool(found)
-        elif found:
-            state.reading_due = False
-        elif read.last:
-            state.late = ()
         first.update(found)
         return found
 
@@ -359,40 +368,41 @@ class LaneReader:
     def has_failures(self, lane: int) -> bool:
         return bool(self._lanes[lane].failures)
 
-    def look_for_failures(self, lanes: Collection[int]) -> set[int]:
+    def lanes_with_failures(self, lanes: Collection[int]) -> set[int]:
         with unavailable_on_error(f"looking for failures of {lanes_text(lanes)}"):
             self._session.free()
             return {row[0] for row in self._session.rows(self._queries.with_failures, lanes=list(lanes))}
 
-    def _looks(self) -> Collection[int]:
-        """Return the lanes whose failures have to be counted in this turn."""
-        if not self.must_look():
-            return ()
-        self._looked_at = time.monotonic()
-        for lane, found in self._sweep.take(self._lanes).items():
-            self._lanes[lane].found = found
-        return list(self._lanes)
-
-    def must_look(self) -> bool:
+    def failure_check_due(self) -> bool:
+        """Return whether the next turn has to count the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
     def look_first(self, in_hand: Batches) -> None:
-        """Read failures of lanes where they are not known: they decide which statement reads the lane.
+        """Find out what a turn needs to know first: marks that others have left, failures, and where marks may rise.
 
-        While events wait, also read the lanes' last ids, to which the marks may rise. ``in_hand`` as for ``close``.
+        ``in_hand`` as for ``close``.
         """
         if self._kept.lanes:
             self._take_kept()
         new, self._new = self._new & self._lanes.keys(), set()
-        unknown = [lane for lane, state in self._lanes.items() if not state.known]
-        unsure = [(lane, id_) for lane, state in self._lanes.items() if state.known for id_ in state.unsure]
-        if unknown:
-            self._note(unknown, self._session.rows(self._queries.failures, lanes=unknown))
-        if unsure:
-            lanes, ids = [lane for lane, _ in unsure], [id_ for _, id_ in unsure]
-            self._note({*lanes}, self._session.rows(self._queries.some_failures, lanes=lanes, ids=ids))
+        self._load_failures()
         if self._row_marks is not None:
             self._use_row_marks(self._row_marks, new, in_hand)
+        self._read_last_ids()
+
+    def _load_failures(self) -> None:
+        """Read failures of lanes where they are not known: they decide which statement reads the lane."""
+        states = self._lanes.items()
+        unknown = [lane for lane, state in states if not state.failures_loaded]
+        rechecked = [(lane, id_) for lane, state in states if state.failures_loaded for id_ in state.recheck_ids]
+        if unknown:
+            self._note(unknown, self._session.rows(self._queries.failures, lanes=unknown))
+        if rechecked:
+            lanes, ids = [lane for lane, _ in rechecked], [id_ for _, id_ in rechecked]
+            self._note({*lanes}, self._session.rows(self._queries.some_failures, lanes=lanes, ids=ids))
+
+    def _read_last_ids(self) -> None:
+        """While events wait, read the lanes' last ids, to which the marks may rise."""
         waiting = [lane for lane, state in self._lanes.items() if self.left_out or state.failures]
         if waiting and self._marks.want_last_ids and time.monotonic() - self._ends_at >= _LOOK_SECONDS:
             # A topic may be paused for hours, a key blocked for days.
@@ -410,7 +420,7 @@ class LaneReader:
             if state.failures.matches(count, int(total)):
                 self._accept_found(lane)
             else:
-                state.known = False
+                state.failures_loaded = False
 
     def _note(self, lanes: Collection[int], rows: Sequence[Any]) -> None:
         found: dict[int, list[FailureRow]] = {lane: [] for lane in lanes}
@@ -418,12 +428,12 @@ class LaneReader:
             found[lane].append(FailureRow(*row))
         for lane, failures in found.items():
             state = self._lanes[lane]
-            asked = state.unsure if state.known else None
+            asked = state.recheck_ids if state.failures_loaded else None
             freed = state.failures.replace(failures, asked)
             self._lower(lane, freed)
             if asked is None and freed is None:
                 self._accept_found(lane)
-            state.known, state.unsure = True, set()
+            state.failures_loaded, state.recheck_ids = True, set()
 
     def _lower(self, lane: int, freed: int | None) -> None:
         """Make the next read start no higher than the failure that is gone: rows that waited for it may go now.
@@ -432,17 +442,17 @@ class LaneReader:
         """
         if freed is not None:
             state = self._lanes[lane]
-            self._marks.lower(lane, min([freed, *(id_ - 1 for id_ in (*state.late, *state.found))]))
-            state.late = state.found = ()
+            self._marks.lower(lane, min([freed, *(id_ - 1 for id_ in (*state.late_ids, *state.swept_ids))]))
+            state.late_ids = state.swept_ids = ()
 
     def _accept_found(self, lane: int) -> None:
         """Read what a sweep has found: a look that was sent after it has shown that no failure is gone."""
         state = self._lanes[lane]
-        if state.found:
+        if state.swept_ids:
             # Unless it is read from the mark anyway.
             mark = self._marks.mark(lane)
-            state.late = sorted({*state.late, *(id_ for id_ in state.found if id_ <= mark)})
-            state.found = ()
+            state.late_ids = sorted({*state.late_ids, *(id_ for id_ in state.swept_ids if id_ <= mark)})
+            state.swept_ids = ()
 
     def _take_kept(self) -> None:
         """Take over the marks that the source before has left, where they hold on this server."""
@@ -458,7 +468,7 @@ class LaneReader:
                 self._new.discard(lane)
                 self._sweep.due_at[lane] = left.sweep_at
                 # They count once the look that follows has found the same failures.
-                state.failures, state.known, state.late = left.failures, False, left.late
+                state.failures, state.failures_loaded, state.late_ids = left.failures, False, left.late_ids
 
     def _use_row_marks(self, marks: RowMarks, new: Collection[int], in_hand: Batches) -> None:
         for lane, mark in marks.left({lane: self._lanes[lane].failures for lane in new}).items():
@@ -472,7 +482,9 @@ class LaneReader:
             sure = [
                 state
                 for lane, state in self._lanes.items()
-                if above[lane] > LOWEST and state.known and not (state.unsure or state.late or state.found)
+                if above[lane] > LOWEST
+                and state.failures_loaded
+                and not (state.recheck_ids or state.late_ids or state.swept_ids)
             ]
             marks.keep(self._server.system_identifier, sure, above)
 

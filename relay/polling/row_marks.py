@@ -26,7 +26,7 @@ from typing import Final
 
 from relay.core.ports import Claim
 from relay.database import one_write
-from relay.polling.blocked_keys import BlockedKeys, PolledLane
+from relay.polling.blocked_keys import KnownFailures, PolledLane
 from relay.polling.kept_marks import Server
 from relay.polling.queries import SERVER, Queries
 from relay.polling.session import Session
@@ -44,7 +44,7 @@ class RowMarks:
         self._written: dict[int, tuple[int, str]] = {}
         self._written_at = time.monotonic()
 
-    def left(self, failures: Mapping[int, BlockedKeys]) -> dict[int, int]:
+    def left(self, failures: Mapping[int, KnownFailures]) -> dict[int, int]:
         """Return the marks of lanes that are new here, with the failures that they have now, where they hold."""
         if not failures:
             return {}
@@ -84,5 +84,5 @@ def unsettled_above(mark: int, in_hand: Sequence[Claim]) -> int:
     return min([mark, *(claim.position - 1 for claim in in_hand)])
 
 
-def _digest(server: str, mark: int, failures: BlockedKeys) -> str:
+def _digest(server: str, mark: int, failures: KnownFailures) -> str:
     return sha256(",".join(map(str, (server, *failures.up_to(mark)))).encode()).hexdigest()

@@ -32,8 +32,8 @@ from relay.settle.statements import KEEP_TO_THE_INDEX
 
 @dataclass(slots=True)
 class Read:
-    """One reading statement. ``due``: the lane whose due events it reads. ``late``: the lane whose events, found by a
-    sweep, it reads; with ``last``, an empty result means that none is left.
+    """One reading statement. ``due``: it reads due events of its only lane; ``late``: those that a sweep has found.
+    With ``last``, an empty result means that none of these is left.
 
     ``many``: the list of events in hand is long. Only a custom plan looks up rows in the list by hash; a generic plan
     compares each row with the whole list.
@@ -43,8 +43,8 @@ class Read:
     values: dict[str, Any]
     lanes: Collection[int]
     marks: Marks
-    due: int | None = None
-    late: int | None = None
+    due: bool = False
+    late: bool = False
     last: bool = False
     many: bool = False
     cursor: psycopg.Cursor[Claim] | None = None
@@ -53,18 +53,17 @@ class Read:
 
 @dataclass(slots=True)
 class TurnPlan:
-    """What a turn reads, and how late the previous turn is settled.
+    """What a turn reads.
 
     ``in_hand`` are events that must not be read again: those that are published and not settled, or with ``ahead`` the
     turn that is being published while this one is read. Then it is the next turn only if all of them were published:
-    other events come first. ``looks`` are the lanes whose failures are counted with the read.
+    other events come first. ``counted`` are the lanes whose failures are counted with the read.
     """
 
     limits: Mapping[int, int]
     in_hand: Batches
     reads: Sequence[Read]
-    looks: Collection[int] = ()
-    settling: Settling = Settling.FIRST
+    counted: Collection[int] = ()
     ahead: bool = False
     stale: bool = False
 
@@ -227,22 +226,22 @@ class Session:
 
     def _read(self, plan: TurnPlan) -> Sequence[Any]:
         with pipeline(self.connection):
-            looking = self.send(plan.reads, plan.looks)
+            counting = self.send(plan.reads, plan.counted)
             server = self.connection.execute(SERVER) if self.pooled else None
         if server is not None:
             self.accept(Server(*server.fetchall()[0]))
         for read in plan.reads:
             assert read.cursor is not None
             read.rows = read.cursor.fetchall()
-        return looking.fetchall() if looking is not None else ()
+        return counting.fetchall() if counting is not None else ()
 
-    def send(self, reads: Sequence[Read], looks: Collection[int]) -> psycopg.Cursor[Any] | None:
-        """Execute reading statements, and one that counts the failures of ``looks``, whose cursor it returns."""
+    def send(self, reads: Sequence[Read], counted: Collection[int]) -> psycopg.Cursor[Any] | None:
+        """Execute reading statements, and one that counts the failures of ``counted``, whose cursor it returns."""
         for read in reads:
             read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
             # A statement that is not prepared gets a custom plan.
             read.cursor.execute(read.query, read.values, prepare=not self.pooled and not read.many)
-        return self.connection.execute(self._queries.failure_sums, {"lanes": list(looks)}) if looks else None
+        return self.connection.execute(self._queries.failure_sums, {"lanes": list(counted)}) if counted else None
 
 
 def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]:

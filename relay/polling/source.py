@@ -117,6 +117,8 @@ class PollingSource(Source):
         self.store = RowTakeover(self.session, self._queries, failures, on_adopted)
         self._watch_seconds = 0.0 if self.session.pooled else watch_seconds
         self._overlaps = overlap and not self.session.pooled
+        # Whether the statement that settles after a read is needed to check the leases, and to flush what was read.
+        self._settles_with_read = True
         self._step = _CLIENT_STEP_SECONDS
         self._unconfirmed: Collection[int] = ()
 
@@ -226,17 +228,13 @@ class PollingSource(Source):
                 return True
         if time.monotonic() - began < seconds:
             return True
-        return self.reader.must_look()
+        return self.reader.failure_check_due()
 
     def close(self) -> None:
         self.reader.close(self._in_hand())
         self.session.close()
 
     # One turn
-
-    @property
-    def _settles_with_read(self) -> bool:
-        return True
 
     def _plan(self, limits: Mapping[int, int]) -> TurnPlan:
         """Return what was read ahead, if it is the next turn of these lanes, or else what to read now."""
@@ -245,7 +243,7 @@ class PollingSource(Source):
             self.session.ahead = None
             return ahead
         self.session.free()
-        return self.reader.plan_turn(limits, self._in_hand(), self._latest_settling(limits))
+        return self.reader.plan_turn(limits, self._in_hand())
 
     def _latest_settling(self, lanes: Collection[int]) -> Settling:
         """Return how late the previous turn may be settled when one of these lanes comes next.
@@ -268,7 +266,7 @@ class PollingSource(Source):
         """Read, and settle the previous turn, unless that comes later."""
         plan = self._plan(limits)
         with self.settlement.one_session(limits):
-            turn = self._decided(plan, self.reader.read(plan, limits), limits)
+            turn = self._choose_settling(plan, self.reader.read(plan, limits), limits)
             if turn.settling is not Settling.FIRST or not turn.settled or not self._settles_with_read:
                 return turn
             failpoint("batch.settling")
@@ -282,16 +280,15 @@ class PollingSource(Source):
         proven = not self.session.pooled or sent.cursor.rowcount
         return turn._replace(batches=turn.batches if proven else {}, failed=failed)
 
-    def _decided(self, plan: TurnPlan, turn: ReadTurn, limits: Mapping[int, int]) -> ReadTurn:
-        """Decide when to settle the previous turn, now that it is known what this one has."""
+    def _choose_settling(self, plan: TurnPlan, turn: ReadTurn, limits: Mapping[int, int]) -> ReadTurn:
+        """Return the turn with when to settle the previous one, now that it is known what this one has."""
         batches = turn.batches
         # Of exactly-once, a lane that was given up is settled by its marker when it is taken over again.
         held = self.settlement.lanes
         unsettled = {lane for lane in self.settlement.unsettled_lanes if lane in limits or held[lane].own_id is None}
         first = turn._replace(settled=sorted(batches.keys() | unsettled))
-        if turn.backlog or not batches:
-            return first
-        match plan.settling:
+        latest = Settling.FIRST if plan.ahead or turn.backlog or not batches else self._latest_settling(limits)
+        match latest:
             case Settling.FIRST:
                 return first
             case Settling.MEANWHILE:
@@ -306,7 +303,7 @@ class PollingSource(Source):
             case Settling.BEFORE_COMMIT:
                 return first._replace(settling=Settling.BEFORE_COMMIT)
             case _:
-                assert_never(plan.settling)
+                assert_never(latest)
 
     def _in_hand(self) -> Batches:
         return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled_lanes}
@@ -345,7 +342,7 @@ class PollingSource(Source):
         )
         if error is not None:
             return error
-        self.reader.look_again(lane, [claim.position for claim, _ in refused])
+        self.reader.recheck_failures(lane, [claim.position for claim, _ in refused])
         for claim in dead:
             self._on_dead(lane, claim)
         return None

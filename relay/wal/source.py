@@ -212,7 +212,7 @@ class StreamSource(Source):
         if not numbers or now - self._looked_at < _LOOK_SECONDS:
             return ()
         self._looked_at = now
-        return self._table.reader.look_for_failures(numbers)
+        return self._table.reader.lanes_with_failures(numbers)
 
     def _skipped_by_stream(self, lane: StreamLane) -> bool:
         """Return whether the stream has skipped an event of the table, which should never happen.

@@ -86,7 +86,7 @@ def test_a_lane_held_again_while_the_next_turn_is_read_is_looked_at_first(worker
     settle(source, batches)
     source.hold(worker.leases[1])
     source.fetch(worker.limits(20))
-    assert source.reader._lanes[1].known
+    assert source.reader._lanes[1].failures_loaded
 
 
 def drain_claims(source: PollingSource, limits: Mapping[int, int]) -> list[Claim]:

@@ -218,7 +218,7 @@ def test_a_look_that_comes_with_the_settling_of_a_failure_needs_no_second_one(re
     wait_until(lambda: relay.turn() and "key-1" in relay.sent, what="the retry")
     relay.source.reader._looked_at = -3600.0
     relay.turn()
-    assert all(lane.known for lane in relay.source.reader._lanes.values())
+    assert all(lane.failures_loaded for lane in relay.source.reader._lanes.values())
 
 
 def test_a_lane_that_reads_its_table_beside_the_wal_keeps_the_order_of_a_freed_key(outboxed):

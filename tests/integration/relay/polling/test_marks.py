@@ -162,7 +162,7 @@ def test_no_mark_is_written_over_what_is_left_out_or_still_has_to_be_read(kept):
     assert kept.admin.execute("SELECT low_water_mark FROM outbox.lanes").fetchone() == (None,)
     kept.lane.source.leave_out(frozenset())
     kept.lane.source.reader._marks.keep(kept.lane.lane, kept.last)
-    kept.lane.source.reader._lanes[kept.lane.lane].late = (kept.first + 5,)
+    kept.lane.source.reader._lanes[kept.lane.lane].late_ids = (kept.first + 5,)
     kept.lane.fetch(10)
     assert kept.admin.execute("SELECT low_water_mark FROM outbox.lanes").fetchone() == (None,)
 

@@ -139,7 +139,7 @@ def test_a_late_event_that_is_not_published_is_read_again_before_later_ones_of_i
     settle(blocked.lane, [later])
     assert blocked.lane.fetch(10) == []
     # Nothing is left to be read by its id.
-    assert blocked.lane.source.reader._lanes[blocked.lane.lane].late == ()
+    assert blocked.lane.source.reader._lanes[blocked.lane.lane].late_ids == ()
 
 
 def test_more_late_events_than_a_sweep_names_are_all_found_in_order(blocked, monkeypatch):

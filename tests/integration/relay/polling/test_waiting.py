@@ -215,7 +215,7 @@ def test_due_events_of_a_turn_that_fails_and_tells_no_more_are_read_again_before
     refuse(source, source.fetch(worker.limits()).batches)
     put(worker.admin, "outbox.events", aggregate_id="b")
     worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now()")
-    source.reader.look_again(0)
+    source.reader.recheck_failures(0)
     for _ in range(3):
         fetched = source.fetch(worker.limits())
         assert [claim.aggregate_id for claim in fetched.batches[0]] == ["key-0"]

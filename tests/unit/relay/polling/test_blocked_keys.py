@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 from relay.core.ports import Claim
-from relay.polling.blocked_keys import BlockedKeys, FailureRow
+from relay.polling.blocked_keys import FailureRow, KnownFailures
 
 
 def failed(id_: int, key: str = "a", kind: str = "Order", *, blocks: bool = True) -> FailureRow:
@@ -18,7 +18,7 @@ def row(id_: int, key: str = "a", kind: str = "Order", *, copy: bool = False) ->
 
 
 def test_a_row_waits_for_the_failures_of_its_key_below_it():
-    keys = BlockedKeys()
+    keys = KnownFailures()
     assert not keys
     assert keys.replace([failed(5), failed(9), failed(7, "b"), failed(8, blocks=False)]) is None
     assert keys
@@ -29,7 +29,7 @@ def test_a_row_waits_for_the_failures_of_its_key_below_it():
 
 
 def test_what_is_gone_is_said_once_the_lowest_first_and_only_if_it_blocked():
-    keys = BlockedKeys()
+    keys = KnownFailures()
     keys.replace([failed(n) for n in (5, 6, 7)] + [failed(2, blocks=False)])
     assert keys.matches(4, 20)
     assert keys.replace([failed(5), failed(6), failed(7)]) is None
@@ -46,6 +46,6 @@ def test_what_is_gone_is_said_once_the_lowest_first_and_only_if_it_blocked():
 
 
 def test_the_failures_up_to_an_id_and_whether_they_block():
-    keys = BlockedKeys()
+    keys = KnownFailures()
     keys.replace([failed(9), failed(5), failed(8, blocks=False)])
     assert [keys.up_to(id_) for id_ in (4, 5, 8, 9)] == [[], [5], [5, -8], [5, -8, 9]]
