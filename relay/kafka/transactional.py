@@ -84,6 +84,9 @@ from relay.kafka.tracing import traced
 _INIT_SECONDS: Final = 10.0
 _ABORT_SECONDS: Final = 2.0
 
+_Aborted = tuple[Unavailable, Collection[int], bool]
+"""The failure of a turn, the lanes to blame, and whether its transaction is known to be aborted."""
+
 
 class _TransactionalProducer(OrderedProducer):
     """A producer with its transactional id, and what its publisher knows of it.
@@ -147,13 +150,14 @@ class TransactionalPublisher:
         by_lane = {lease.lane: lease for lease in leases}
         new: dict[int, Marker] = {}
         for lane, (marker, identity) in taken.markers.items():
-            batch, epoch = 1 if marker is None else marker.batch, by_lane[lane].epoch
-            last = Marker(
-                *(batch, epoch, identity.system_identifier, identity.timeline),
+            (new if marker is None else self._joined)[lane] = Marker(
+                batch=1 if marker is None else marker.batch,
+                epoch=by_lane[lane].epoch,
+                system_identifier=identity.system_identifier,
+                timeline=identity.timeline,
                 writer=self._base_id,
                 outbox=identity.outbox,
             )
-            (new if marker is None else self._joined)[lane] = last
         if new:
             self._write_first_markers(new)
             adopted = self._takeover.adopt([by_lane[lane] for lane in new], new)
@@ -172,31 +176,22 @@ class TransactionalPublisher:
             return self._in_transaction(sender, batches, deadline, confirm)
         except _NotConfirmed as error:
             self._abort(sender)
-            self._purge()
+            self._disable()
             return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
-            failure, blamed, aborted = self._abort_after(sender, error)
+            failure, blamed, aborted = self._abort_after_error(sender, error)
         except Unavailable as error:
-            failure, blamed = error, ()
-            if sender.broken_off:
-                # The reports of the messages have the cause.
-                sender.drain(deadline)
-            if sender.failed:
-                failure, blamed = sender.failure(self._delivery_seconds)
-            dropped = sender.dropped
-            aborted = self._abort(sender)
-            if dropped and (forbidden := self._forbidden(sender)) is not None:
-                failure, blamed = forbidden, ()
+            failure, blamed, aborted = self._abort_after_failure(sender, error, deadline)
         except OutboxError:
             self._abort(sender)
-            self._purge()
+            self._disable()
             raise
         # Only if no EndTxn was sent in this turn: otherwise only the markers tell what is published.
         goes_on = isinstance(failure, BatchRefused) and aborted and sender.fatal is None and sender.ends == ends
         if goes_on:
             self._replace(sender)
         else:
-            self._purge()
+            self._disable()
         return self._failed_turn(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def paused(self) -> frozenset[Kind]:
@@ -221,12 +216,12 @@ class TransactionalPublisher:
 
     def close(self) -> None:
         """Discard the producers. The next init of an id ends its open transaction."""
-        self._purge()
+        self._disable()
         for sender in self._senders:
             sender.close()
         self._senders.clear()
 
-    def _purge(self) -> None:
+    def _disable(self) -> None:
         """Drop what is in flight; the next turn fails. The caller of ``publish`` closes the publisher."""
         self._closed = True
         for sender in self._senders:
@@ -354,10 +349,18 @@ class TransactionalPublisher:
         receipts = {lane: Receipt(refused=each) for lane, each in refused.items() if each}
         return Failed(failure, receipts, blamed, sender.likeliest(), publisher_unusable)
 
-    def _abort_after(
-        self, sender: _TransactionalProducer, error: KafkaException
-    ) -> tuple[Unavailable, Collection[int], bool]:
-        """Abort. Returns the failure, the lanes to blame, and whether the transaction is aborted."""
+    def _abort_after_failure(self, sender: _TransactionalProducer, error: Unavailable, deadline: float) -> _Aborted:
+        if sender.broken_off:
+            # The reports of the messages have the cause.
+            sender.drain(deadline)
+        failure, blamed = sender.failure(self._delivery_seconds) if sender.failed else (error, ())
+        dropped = sender.dropped
+        aborted = self._abort(sender)
+        if dropped and (forbidden := self._forbidden(sender)) is not None:
+            return forbidden, (), aborted
+        return failure, blamed, aborted
+
+    def _abort_after_error(self, sender: _TransactionalProducer, error: KafkaException) -> _Aborted:
         error = sender.explained(error)
         aborted = self._abort(sender)
         code = error.args[0].code()

@@ -2,17 +2,17 @@
 
 A source is replaced after every failure. If each began with a lane's lowest id, it would walk again over all rows
 behind a blocked key, and a statement that takes too long for that would fail for ever. A mark says that no transaction
-can commit an id up to it any more, and that rows up to it wait for failures or for topics that are left out. For the
-next source that holds
+can commit an id up to it any more, and that rows up to it wait for failures or for topics that are left out. The next
+source may start from it if
 
-- on the same server, which has not lost anything: same identity and timeline, not started again, and the WAL is at
-  least as long. What the mark rests on was flushed before it rose. A server that was started again may be an older
-  copy of its files, which gives ids out again, and whose WAL is soon as long. Then the mark in the lane's row holds,
-  which went back with it.
-- while the lease is the same: another holder may have changed what waits.
-- above rows that were published and may not be settled: the mark is kept below them.
-- with the failures that were known, so that those that are gone by now lower the mark.
-- while the topics of that time are left out.
+- the server is the same and has lost nothing: same identity, timeline and start time, and its WAL is at least as long
+  (what the mark rests on was flushed before it rose). Why the start time: a server that was started again may be an
+  older copy of its files, which gives ids out again, and whose WAL is soon as long. The mark in the lane's row went
+  back with it.
+- the lease is the same: another holder may have changed what waits.
+- it is below all rows that were published and may not be settled.
+- it comes with the failures that were known: those that are gone by now lower it.
+- the topics of that time are still left out.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """The marks in the lanes' rows: where the next holder of a lane may start to read.
 
 A fresh process, or one that takes a lane over, would walk from the lowest id over all rows behind a blocked key, and
-over dead index entries that an old snapshot keeps: with ten million rows one turn of half a minute. That no transaction
-can commit an id up to a mark any more, and that all rows up to it wait for failures, is a fact about the database, and
-it is written there: a crash, a failover or a restore loses what it rests on only together with it. It holds
+over dead index entries that an old snapshot keeps: with ten million rows one turn of half a minute. A mark is stored in
+the lane's row, in the database that it describes: no crash, failover or restore takes its grounds and leaves it.
 
-| as long as                                        | because                                                        |
+| it is used only if                                | because                                                        |
 |---------------------------------------------------|----------------------------------------------------------------|
-| the failures up to the mark are those it was      | rows up to it become free only when one of these is gone. Who  |
-| written for, and block as they did; a digest of   | finds others starts from the lowest id, whoever freed a key,   |
-| that stands beside it                             | and whenever. So a mark is never too high                      |
+| the failures up to the mark are those it was      | rows up to it become free only when one of these is gone. A    |
+| written for, and block as they did; a digest of   | holder that finds others starts from the lowest id, so a mark  |
+| that stands beside it                             | is never too high                                              |
 | it is the same server                             | on another one, ids may begin anew                             |
 
 It is written every few seconds, if it has changed: below all events that are published and may not be settled, while
