@@ -236,12 +236,8 @@ class TransactionalPublisher:
         if not any(sender.sent.values()):
             # Nothing was sent, so there is nothing to end on the broker.
             sender.producer.abort_transaction(_ABORT_SECONDS)
-            return Completed(
-                {
-                    lane: Receipt(refused=refused, left_out=lane in sender.left_out)
-                    for lane, refused in sender.refused.items()
-                }
-            )
+            refused = sender.refused.items()
+            return Completed({lane: Receipt(refused=each, left_out=lane in sender.left_out) for lane, each in refused})
         numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
         markers = {lane: self._marker(lane, numbers[lane], sender.sent[lane]) for lane in numbers}
         self._commit(sender, markers, deadline, confirm)

@@ -97,9 +97,9 @@ class LaneReader:
         for lane, state in states:
             mark = unsettled_above(self._marks.mark(lane), in_hand.get(lane, ()))
             if mark > LOWEST:
-                late, sweep_at = (*state.late_ids, *state.swept_ids), self._sweep.due_at[lane]
-                late = tuple(id_ for id_ in late if id_ <= mark)
-                self._kept.lanes[lane] = KeptLane(state.lease.epoch, mark, state.failures, late, sweep_at)
+                late = [id_ for id_ in (*state.late_ids, *state.swept_ids) if id_ <= mark]
+                due_at = self._sweep.due_at[lane]
+                self._kept.lanes[lane] = KeptLane(state.lease.epoch, mark, state.failures, late, due_at)
         self._kept.server, self._kept.left_out = self._server, self.left_out
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
@@ -269,8 +269,7 @@ class LaneReader:
         # Lanes with late events, or else due ones: this turn has no others of them.
         first: set[int] = set()
         for read in plan.reads:
-            comes_first = read.late or read.due
-            found = self._first(read, first) if comes_first else self._others(read, first, counted=bool(plan.counted))
+            found = self._first(read, first) if read.late or read.due else self._others(read, first, plan)
             for lane, claims in found.items():
                 batches.setdefault(lane, []).extend(claims)
         for lane in self._freed(batches):
@@ -293,11 +292,8 @@ class LaneReader:
                     freed.add(lane)
         return freed
 
-    def _others(self, read: Read, first: set[int], *, counted: bool) -> Batches:
-        """Return the other events, without lanes that are in ``first``, and update the marks.
-
-        ``counted``: the failures are counted after this read.
-        """
+    def _others(self, read: Read, first: set[int], plan: TurnPlan) -> Batches:
+        """Return the other events, without lanes that are in ``first``, and update the marks."""
         rows, without_room = split_rows(read.rows)
         if without_room:
             self._resume_at_lane = without_room[0]
@@ -309,8 +305,8 @@ class LaneReader:
             state = self._lanes[lane]
             if state.failures:
                 state.due_next, state.reading_due = True, False
-            # Rows must not wait below the mark for a failure that is not known.
-            if (counted or not state.failures) and lane not in without_room:
+            # Rows must not wait below the mark for a failure that is not known: the count after this read finds it.
+            if (plan.counted or not state.failures) and lane not in without_room:
                 self._marks.seen(read.marks, lane, found[lane][0].position if lane in found else None)
         return found
 

@@ -145,7 +145,6 @@ class PollingSource(Source):
             turn = self._run(limits)
         failed |= turn.failed
         batches = {lane: batch for lane, batch in turn.batches.items() if lane not in failed}
-        retried = turn.retried
         if batches:
             self._step = _CLIENT_STEP_SECONDS
             failpoint("batch.fetched")
@@ -156,15 +155,15 @@ class PollingSource(Source):
                     with unavailable_on_error("reading ahead"):
                         # Includes lanes that have joined since.
                         self.session.read_ahead(self.reader.plan_ahead(limits, batches))
-                return Fetched(batches, failed, retried=retried)
+                return Fetched(batches, failed, retried=turn.retried)
             case Settling.MEANWHILE:
                 if turn.settled:
                     self.settlement.begin(turn.settled)
-                return Fetched(batches, failed, settling=turn.settled, retried=retried)
+                return Fetched(batches, failed, settling=turn.settled, retried=turn.retried)
             case Settling.BEFORE_COMMIT:
                 self._unconfirmed = batches.keys()
                 self.settlement.begin(turn.settled)
-                return Fetched(batches, failed, unconfirmed=True, retried=retried)
+                return Fetched(batches, failed, unconfirmed=True, retried=turn.retried)
             case _:
                 assert_never(turn.settling)
 

@@ -9,7 +9,7 @@ from typing import Final, assert_never
 import structlog
 
 from outbox.errors import OutboxError
-from relay.core.ports import Claim, Fetched
+from relay.core.ports import Batches, Fetched
 from relay.database import unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
 from relay.settle.settlement import lanes_text
@@ -60,12 +60,7 @@ class TableReader:
             batches.pop(number, None)
         return replace(fetched, batches={number: rows for number, rows in batches.items() if number not in failed})
 
-    def _advance(
-        self,
-        numbers: Collection[int],
-        batches: Mapping[int, Sequence[Claim]],
-        limits: Mapping[int, int],
-    ) -> Collection[int]:
+    def _advance(self, numbers: Collection[int], batches: Batches, limits: Mapping[int, int]) -> Collection[int]:
         """Change the states of lanes whose rows allow that. Returns the lanes whose rows must not be published."""
         last_ids: dict[int, int] = {}
         horizons: dict[int, int] = {}

@@ -165,11 +165,7 @@ class StreamSession:
         return channel
 
     def begin_without(self, lanes: Collection[int]) -> None:
-        """Start, if all other lanes have joined.
-
-        These lanes' channels hold their events until the source drops them (``leave_failing``): the rows are in the
-        table.
-        """
+        """Start, if all other lanes have joined. The source drops what comes for these lanes (``leave_failing``)."""
         missing = set(self.not_joined())
         begun = self._thread.ident is not None or self.error is not None
         if begun or not missing or not self._channels or not missing <= set(lanes):

@@ -116,10 +116,6 @@ class StreamSource(Source):
         return failed
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
-        """Settle what is pending and return the next events.
-
-        ``known`` is False while the stream is not read yet, because other lanes have not joined it.
-        """
         self._fetched_at = time.monotonic()
         try:
             return self._fetch(limits)
@@ -147,7 +143,6 @@ class StreamSource(Source):
         return self._table.flush(lanes)
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
-        """Wait until the stream has events, or a lane in the table may have."""
         if not lanes:
             stop.wait(seconds)
             return False
@@ -231,13 +226,12 @@ class StreamSource(Source):
             lane.orphan = None
         elif lane.orphan is None or lane.orphan[0] != lowest:
             lane.orphan = lowest, lsn
-            session.request_flush(lsn)
         elif settled:
             log.error("the stream has skipped an event; the table is read", lane=lane.lease.lane, id=lowest)
             lane.orphan = None
             return True
-        else:
-            # The session may be a new one.
+        if lane.orphan is not None:
+            # Of a known one too: the session may be a new one.
             session.request_flush(lane.orphan[1])
         return False
 

@@ -153,11 +153,11 @@ def test_a_source_that_is_closed_while_it_reads_ahead_says_nothing(source, rows,
 def test_a_source_that_is_closed_before_its_thread_has_sent_anything_says_nothing(source, rows, caplog, monkeypatch):
     entered, closing, send = threading.Event(), threading.Event(), source.session.send
 
-    def late(reads, looks):
+    def late(reads, counted):
         if threading.current_thread().name.startswith("background"):
             entered.set()
             assert closing.wait(30)
-        return send(reads, looks)
+        return send(reads, counted)
 
     monkeypatch.setattr(source.session, "send", late)
     shutdown = socket.socket.shutdown
