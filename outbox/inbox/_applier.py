@@ -51,9 +51,9 @@ class Applier(Transactions):
         try:
             committed = self._attempt(part, part.strikes, step, self._postpone)
         except TransactionEnded as ended:
-            dead = sum(message.key() in part.dead_keys for message in ended.rest)
+            waiting = sum(message.key() in part.dead_keys for message in ended.rest)
             lost = [MessageFailed(message, ended.why.reason, ended.why.error) for message in ended.rest]
-            self._stop_if_committed(part, ended, lost, applied=dead - len(lost), dead=-dead)
+            self._stop_if_committed(part, ended, lost, applied=len(lost) - waiting, dead=waiting)
             return self._failed(part, ended)
         except MessageFailed as failed:
             return self._failed(part, failed)
@@ -203,7 +203,7 @@ class Applier(Transactions):
         applied: int = 0,
         dead: int = 0,
     ) -> tuple[set[UUID], dt.date]:
-        """Move the position behind a message; see GroupStore.move."""
+        """Move the position behind a message; see GroupRows.move."""
         return self._group.move(
             connection,
             part.partition,

@@ -36,7 +36,7 @@ class Retries(Transactions):
         except TransactionEnded as ended:
             # The dead letter is kept for an operator: its id is known, so a retry would only delete it.
             keep = self._failing_again(ended)
-            self._stop_if_committed(part, ended, [ended], applied=-1, also=keep)
+            self._stop_if_committed(part, ended, [ended], applied=1, also=keep)
             return self._letter_failed(part, ended)
         except MessageFailed as failed:
             return self._letter_failed(part, failed)

@@ -20,7 +20,7 @@ from psycopg.pq import TransactionStatus
 
 from outbox._clients.backoff import MEMBER_PAUSE, doubled, jittered, pause
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.losses import given_up
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
@@ -51,7 +51,7 @@ class Settings:
 
     connect: Callable[[], psycopg.Connection[Any]]
     options: Mapping[str, Any]
-    group: GroupStore
+    group: GroupRows
     letters: Letters
     topics: Sequence[str]
     batch: int
@@ -103,7 +103,7 @@ class TransactionEnded(MessageFailed):
     """The handler has ended the transaction, and may have committed the position after the whole batch.
 
     rest         the message and those after it in its batch, which are without effect if it has.
-    transaction  for GroupStore.was_committed.
+    transaction  for GroupRows.was_committed.
     """
 
     def __init__(self, failed: MessageFailed) -> None:
@@ -246,7 +246,7 @@ class Transactions:
                 with self.session.transaction() as connection:
                     if not self._group.was_committed(connection, ended.transaction):
                         return
-                    self._group.move(connection, part.partition, None, applied=applied, dead=dead)
+                    self._group.take_back(connection, part.partition, applied=applied, dead=dead)
                     self._record(connection, part, lost)
                     also(connection)
             except psycopg.Error as error:

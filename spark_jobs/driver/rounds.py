@@ -66,7 +66,7 @@ class _DeadKeys:
     | abandoned has applied a range      | know                                                                        |
     | dead letters are retried           | the keys are read again                                                     |
     | the last one of a key is discarded | the key is kept: its next message is put behind nothing, which the next     |
-    |                                    | ``GroupStore.state`` finds; it is retried, and the keys are read again      |
+    |                                    | ``PostgresGroupStore.state`` finds; it is retried; the keys are read again  |
 
     So there may be too many keys, which costs a detour, and never too few, which would cost the order.
     """

@@ -18,7 +18,7 @@ from psycopg import sql
 
 from outbox.consumer import connections
 from outbox.consumer.errors import JobError
-from outbox.consumer.groups import STORED, GroupStore
+from outbox.consumer.groups import STORED, GroupRows
 from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, RETRIED, DeadLetterStore, RetryRecord
 from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
@@ -115,7 +115,7 @@ class PostgresGroupStore:
         self.url = url
         self.schema = schema
         self.group = group
-        self.rows = GroupStore(schema, group, owner)
+        self.rows = GroupRows(schema, group, owner)
         """The group's rows, in a transaction of the caller's."""
         self._name = lock_monitor.names(group)[0]
         self.was_killed = False
