@@ -87,11 +87,11 @@ class AtMostOnceApplier(Applier):
         # No message is at fault, however often it is interrupted: none was looked at.
         try:
             if not self._attempt(
-                part, Strikes(), lambda connection: self._give_up(connection, part, batch), self._postpone
+                part, Strikes(), lambda connection: self._give_up(connection, part, batch), self._apply_later
             ):
                 return False
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
-            self._postpone(part, error)
+            self._apply_later(part, error)
             return False
         part.moved(batch.last + 1)
         if not batch.pending:
@@ -119,7 +119,7 @@ class AtMostOnceApplier(Applier):
 
         def wait(part: Assigned, error: BaseException) -> None:
             interruptions.append(error)
-            self._postpone(part, error)
+            self._apply_later(part, error)
 
         try:
             committed = self._attempt(part, Strikes(), apply, wait)
@@ -145,7 +145,7 @@ class AtMostOnceApplier(Applier):
         return False
 
     def _give_up(self, connection: psycopg.Connection[Any], part: Assigned, batch: _Batch) -> None:
-        """Move the position behind a batch. Finds the messages to be applied, and those that can't be.
+        """Move the position past a batch. Finds the messages to be applied, and those that can't be.
 
         A message whose id was applied, or given up, before is neither.
         """
@@ -157,7 +157,7 @@ class AtMostOnceApplier(Applier):
                 batch.failures[message.offset()] = failed
         known = [one for one in ids.values() if one is not None]
         unknown = len(ids) - len(known)
-        new, today = self._move_behind(connection, part, batch.messages[-1], ids=known, applied=unknown)
+        new, today = self._move_past(connection, part, batch.messages[-1], ids=known, applied=unknown)
         counted = unknown + len(new)
         before = self._group.forgotten_before(connection, new, today)
         for message in (one for one in batch.messages if one.offset() in ids):

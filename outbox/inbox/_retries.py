@@ -94,4 +94,4 @@ class Retries(Transactions):
     def _leave_letters(self, part: Assigned, error: BaseException) -> None:
         """The next upkeep retries it: the partition's messages do not wait for that."""
         part.letters_first = False
-        self.interrupted(error, "retrying a dead letter")
+        self.record_interruption(error, "retrying a dead letter")

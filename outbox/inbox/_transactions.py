@@ -127,7 +127,7 @@ class Transactions:
     def __post_init__(self) -> None:
         self._group, self._letters = self.settings.group, self.settings.letters
 
-    def interrupted(self, error: BaseException, doing: str, partitions: Collection[Partition] = ()) -> None:
+    def record_interruption(self, error: BaseException, doing: str, partitions: Collection[Partition] = ()) -> None:
         """Record an error that no message has caused, and that keeps these partitions from moving."""
         why = f"{doing}: {shown(error)}"
         _logger.warning("%s", why)
@@ -138,11 +138,11 @@ class Transactions:
 
     def postpone(self, parts: Collection[Assigned], error: BaseException, doing: str) -> None:
         """Record such an error of some partitions, which are retried together after a pause."""
-        earlier = max(part.interrupted for part in parts)
+        earlier = max(part.interruptions for part in parts)
         due = time.monotonic() + jittered(doubled(earlier, *MEMBER_PAUSE))
         for part in parts:
-            part.interrupted, part.due = earlier + 1, due
-        self.interrupted(error, doing, [part.partition for part in parts])
+            part.interruptions, part.due = earlier + 1, due
+        self.record_interruption(error, doing, [part.partition for part in parts])
 
     def _attempt(
         self,
@@ -250,7 +250,7 @@ class Transactions:
                     self._record(connection, part, lost)
                     also(connection)
             except psycopg.Error as error:
-                self.interrupted(error, f"recording what is lost of {part.name}", [part.partition])
+                self.record_interruption(error, f"recording what is lost of {part.name}", [part.partition])
                 if self.stopping.is_set() or not self.session.passes(error):
                     why = f"{why}; if it was committed, messages are lost, {len(lost)} of them: {error}"
                     recorded = False
@@ -268,5 +268,5 @@ class Transactions:
         topic_id = part.position.topic_id
         self._group.record_losses(connection, [given_up(failed.why, topic_id) for failed in failures])
 
-    def _postpone(self, part: Assigned, error: BaseException) -> None:
+    def _apply_later(self, part: Assigned, error: BaseException) -> None:
         self.postpone([part], error, f"applying {part.name}")
