@@ -304,9 +304,7 @@ class GroupRows:
         [(new, today)] = self._run(connection, query, partition, **values)
         return set(new), today
 
-    def take_back(
-        self, connection: psycopg.Connection[Any], partition: Partition, *, applied: int, dead: int = 0
-    ) -> None:
+    def take_back(self, connection: psycopg.Connection[Any], partition: Partition, applied: int, dead: int = 0) -> None:
         """Count so many messages no longer as applied, or as dead letters, as a ``move`` has counted them."""
         self.move(connection, partition, None, applied=-applied, dead=-dead)
 

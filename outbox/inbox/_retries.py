@@ -55,13 +55,9 @@ class Retries(Transactions):
             self._letters.failed_again(connection, letter.id, self._why_behind(connection, message))
             return
         id_ = self._id(message)
-        new, today = self._group.move(
-            connection,
-            part.partition,
-            None,
-            ids=[] if id_ is None else [id_],
-            applied=0 if self.settings.dedup else 1,
-        )
+        ids = [] if id_ is None else [id_]
+        applied = 0 if self.settings.dedup else 1
+        new, today = self._group.move(connection, part.partition, None, ids=ids, applied=applied)
         if id_ is None or id_ in new:
             # An operator who retries a message that is too old says that it was not applied.
             if id_ is not None and letter.reason != "too-old":
