@@ -71,7 +71,7 @@ class Consumer:
         self._registry = CollectorRegistry()
         self._registry.register(self._metrics)
         options = Options(self._url, kafka, patience=30.0, max_backoff_seconds=0.2)
-        self.runner = Runner(None, job, options, self._report, self._health.succeeded, self._health.behind)
+        self.runner = Runner(None, job, options, self._report, self._health.succeeded, self._health.lagging)
         self.runner._rounds.apply = self._step_over
         if address is not None:
             serve(address, self._registry, "consumer.metrics_address", self._health.look)
