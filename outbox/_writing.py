@@ -72,8 +72,8 @@ class Writer:
         self._limit = max_event_bytes
         self._serializer = serializer
         self._unique_keys = unique_keys
-        self._headers = _default_headers(headers)
-        self._tables = (
+        self._default_headers = _default_headers(headers)
+        self._schema_advice = (
             f"run `outbox db upgrade` on it, or name the outbox's schema in Outbox(schema=…): it is {schema!r} here"
         )
         self.sender = Sender(
@@ -81,7 +81,7 @@ class Writer:
             "AsyncOutbox",
             "the outbox",
             "the event would be committed apart from the business rows",
-            Explained(self._tables, _NOTES),
+            Explained(self._schema_advice, _NOTES),
         )
 
     @property
@@ -120,7 +120,7 @@ class Writer:
     ) -> Steps[list[UUID]]:
         """Return what is to be sent for these events, step by step. Raises EventError and its subclasses."""
         _check_locks(events, due, lock_key=lock_key)
-        headers = self._headers()
+        headers = self._default_headers()
         rows = [self._row(event, its, trace, headers) for event, its in zip(events, ids, strict=True)]
         if self._unique_keys and any(event.idempotency_key is not None for event in events):
             return (yield from self._unique(events, rows, due, lock_key=lock_key))
@@ -138,37 +138,36 @@ class Writer:
         """Write the events without a key, and of those with the same key the first one ever. See ``steps``."""
         insert = _statements.insert_unique(self._schema, scheduled=due is not None, lock_key=lock_key)
         owners: _Owners = {}
-        left: list[dict[str, Any]] = []
+        unwritten: list[dict[str, Any]] = []
         for event, row in zip(events, rows, strict=True):
             key = _key_of(event)
             if key not in owners:
-                left.append({**row, _statements.KEY: event.idempotency_key})
+                unwritten.append({**row, _statements.KEY: event.idempotency_key})
             if key is not None:
                 owners.setdefault(key, KeyOwner(row["event_id"], event.aggregate_id, event.event_type))
         _check_owners(events, owners)
         before: int | None = None
-        while left:
-            values = _lists(left, (*_statements.COLUMNS, _statements.KEY))
+        while unwritten:
+            values = _lists(unwritten, (*_statements.COLUMNS, _statements.KEY))
             answer = yield Step(insert, {**values, **(due or {})}, answers=True)
             owners.update(_owners(answer))
             _check_owners(events, owners)
-            fresh = {(kind, key) for kind, key, *_ in answer}
-            left = [row for row in left if row[_statements.KEY] is not None and _row_key(row) not in fresh]
-            if not left:
+            new = {(kind, key) for kind, key, *_ in answer}
+            unwritten = [row for row in unwritten if row[_statements.KEY] is not None and _row_key(row) not in new]
+            if not unwritten:
                 break
-            values = _lists(left, ("aggregate_type", _statements.KEY))
+            values = _lists(unwritten, ("aggregate_type", _statements.KEY))
             found = _owners((yield Step(_statements.known_keys(self._schema), values, answers=True)))
             owners.update(found)
             _check_owners(events, owners)
-            # A key that was forgotten between the two statements is new, and its event is not written.
-            left = [row for row in left if _row_key(row) not in found]
-            # What had been forgotten is written by the next statement.
-            if len(left) == before:
+            # To be written again: the INSERT found their keys taken, and they were forgotten before the SELECT.
+            unwritten = [row for row in unwritten if _row_key(row) not in found]
+            if len(unwritten) == before:
                 raise TargetError(
                     "the database has other idempotency keys than were written: the encoding of the database or the "
                     "session is SQL_ASCII, so that texts come back as bytes, or a trigger changes them"
                 )
-            before = len(left)
+            before = len(unwritten)
         keys = map(_key_of, events)
         ids = [row["event_id"] if key is None else owners[key].event_id for key, row in zip(keys, rows, strict=True)]
         return list(map(UUID, ids))
@@ -202,9 +201,10 @@ class Writer:
         if missing := problems.get("missing"):
             raise SchemaError(
                 f"the outbox's tables are missing in this database, or of another version: {missing[0]} is not there; "
-                f"{self._tables}"
+                f"{self._schema_advice}"
             )
-        for right, denied in problems.items():
+        if problems:
+            right, denied = next(iter(problems.items()))
             what = f"the schema {self._schema}" if right == "USAGE" else denied[0]
             raise SchemaError.refused(f"the role lacks the right {right} on {what}", denied=True)
 
@@ -266,10 +266,10 @@ def due_values(not_before: Any, delay: Any) -> dict[str, Any] | None:
     return {"not_before": not_before, "delay": None}
 
 
-def is_late(not_before: dt.datetime | None, delay: dt.timedelta | None) -> bool:
-    """Return whether an event is due so late that consumers may have forgotten the day on which it was written."""
+def may_be_dated(not_before: dt.datetime | None, delay: dt.timedelta | None) -> bool:
+    """Return whether an event's id may have today's date: consumers remember ids of today until the event is due."""
     lead = not_before - dt.datetime.now(dt.UTC) if delay is None and not_before is not None else delay
-    return lead is not None and lead > _LATE
+    return lead is None or lead <= _LATE
 
 
 def _check_locks(events: Sequence[Event], due: object, *, lock_key: bool) -> None:

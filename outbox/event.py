@@ -155,14 +155,14 @@ def check_event_id(value: object) -> None:
         raise EventError("event_id", f"must be a uuid.UUID, not {type(value).__name__}")
 
 
-def id_of(event: Event, *, late: bool = False) -> UUID:
-    """Return the id under which an event is written: its own, or a new UUIDv7.
+def id_of(event: Event, *, dated: bool = True) -> UUID:
+    """Return the id under which an event is written: its own, or a new UUIDv7, which has the day; else a UUIDv4.
 
-    late  it is published long after it is written: a UUIDv4. Consumers forget the day that is in a UUIDv7.
+    dated  False if it is published so long after it is written that consumers may have forgotten the ids of that day.
     """
     if event.event_id is not None:
         return event.event_id
-    made: UUID = uuid4() if late else uuid7()
+    made: UUID = uuid7() if dated else uuid4()
     return made
 
 

@@ -19,7 +19,7 @@ from uuid import UUID
 
 from outbox import _trace
 from outbox._sending import run, run_async
-from outbox._writing import DefaultHeaders, Writer, due_values, is_late
+from outbox._writing import DefaultHeaders, Writer, due_values, may_be_dated
 from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
 from outbox.serializing import Serializer
 
@@ -113,8 +113,8 @@ class Outbox(_Configured):
         if not events:
             return []
         self._writer.check_events(events)
-        late = is_late(not_before, delay)
-        ids = [id_of(event, late=late) for event in events]
+        dated = may_be_dated(not_before, delay)
+        ids = [id_of(event, dated=dated) for event in events]
         with _trace.writing(events) as trace:
             ready = self._writer.serialize_payloads(events, ids)
             written = run(self._writer.steps(ready, ids, trace.headers, due, lock_key=lock_key), send)
@@ -189,8 +189,8 @@ class AsyncOutbox(_Configured):
         if not events:
             return []
         self._writer.check_events(events)
-        late = is_late(not_before, delay)
-        ids = [id_of(event, late=late) for event in events]
+        dated = may_be_dated(not_before, delay)
+        ids = [id_of(event, dated=dated) for event in events]
         with _trace.writing(events) as trace:
             ready: Sequence[Event] = events
             if self._writer.has_serializer:

@@ -50,7 +50,7 @@ class ConsumerHealth:
         self._lock = threading.Lock()
         self._succeeded_at: float | None = None
         self._waits: tuple[float, str] | None = None
-        self._behind: dict[Partition, tuple[int, float | None]] = {}
+        self._lagging: dict[Partition, tuple[int, float | None]] = {}
 
     def observe(self, text: str, figures: Mapping[str, Any]) -> None:
         """Record a round, or a wait for a server; other reports are ignored."""
@@ -66,30 +66,30 @@ class ConsumerHealth:
         with self._lock:
             self._succeeded_at, self._waits = self._clock(), None
 
-    def behind(self, offsets: Mapping[Partition, int], turn: Collection[Partition]) -> None:
+    def lagging(self, offsets: Mapping[Partition, int], turn: Collection[Partition]) -> None:
         """Record the next offset of each partition in which messages wait, as a round begins.
 
         turn  those that the round reads. Of many partitions each waits for its turn, and until then it does not stand.
         """
         with self._lock:
-            now, before = self._clock(), self._behind
-            self._behind = {}
+            now, before = self._clock(), self._lagging
+            self._lagging = {}
             for partition, offset in offsets.items():
                 seen, since = before.get(partition, (offset, None))
                 if since is None or seen != offset:
                     since = now if partition in turn else None
-                self._behind[partition] = (offset, since)
+                self._lagging[partition] = (offset, since)
 
     def look(self) -> ConsumerReadiness:
         """Return whether the consumer is ready, and what was looked at."""
         with self._lock:
-            now, succeeded_at, waits, behind = self._clock(), self._succeeded_at, self._waits, self._behind
+            now, succeeded_at, waits, lagging = self._clock(), self._succeeded_at, self._waits, self._lagging
         since = None if succeeded_at is None else now - succeeded_at
         ready = since is not None and since < self._limit
         last = "none has ended yet" if since is None else f"the last one ended {since:.0f} s ago"
         standing = [
             f"{topic}-{part} stands at offset {offset} for {now - began:.0f} s"
-            for (topic, part), (offset, began) in sorted(behind.items())
+            for (topic, part), (offset, began) in sorted(lagging.items())
             if began is not None and now - began >= self._limit
         ]
         checks = [Check("rounds", ready, last), Check("partitions", not standing, ", ".join(standing))]

@@ -7,9 +7,9 @@ alone with it. A Spark driver claims all of them.
 Every transaction that moves a position begins with ``fence`` or ``fence_all``, and ends in ``move``. The inbox gives
 ``move`` the ids. A Spark task has stored them already, where its rows are.
 
-At-most-once there are two transactions: the first one moves the position and calls ``give_up``, the second one calls
-``confirm`` and has the effect. What was given up and never confirmed is lost: the next claim records that. The crash
-tables are in outbox/inbox/_at_most_once.py and spark_jobs/postgres/at_most_once.py.
+At-most-once there are two transactions: the first one calls ``move`` and ``mark_unconfirmed``, the second one calls
+``confirm`` and has the effect. What stays unconfirmed is lost: the next claim records that. The crash tables
+are in outbox/inbox/_at_most_once.py and spark_jobs/postgres/at_most_once.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.model import ClaimedOffset, Loss, Partition, StoredOffset
 from outbox.consumer.statements import columns, cursor, execute, statement
 
-# Waits for claims by others, and keeps them in one order.
+# The row lock serializes the group's claims.
 _NEXT_GENERATION: Final = """
 INSERT INTO {groups} AS g (grp, owner, strategy, atomic) VALUES (%(grp)s, %(owner)s, %(strategy)s, %(atomic)s)
 ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = pg_catalog.now(),
@@ -92,14 +92,14 @@ WITH fresh AS (
         ON CONFLICT DO NOTHING RETURNING message_id),
 moved AS ({move})
 SELECT array(SELECT message_id FROM fresh), (pg_catalog.clock_timestamp() AT TIME ZONE 'UTC')::date"""
-_GIVE_UP: Final = """
+_MARK_UNCONFIRMED: Final = """
 UPDATE {offsets} SET unconfirmed_from = %(first)s, unconfirmed_end = %(end)s, applied = applied - %(pending)s
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s RETURNING {synchronous}"""
 _CONFIRM: Final = """
 UPDATE {offsets} SET unconfirmed_from = NULL, unconfirmed_end = NULL, applied = applied + %(applied)s
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s AND unconfirmed_from = %(first)s
    AND generation = %(generation)s"""
-_LOSE: Final = """
+_LOSE_UNCONFIRMED: Final = """
 WITH unconfirmed AS (
     SELECT grp, topic, topic_id, part, unconfirmed_from, unconfirmed_end FROM {offsets}
      WHERE grp = %(grp)s AND generation = %(generation)s AND unconfirmed_from IS NOT NULL
@@ -140,7 +140,7 @@ ONE_CONSUMER: Final = (
 )
 
 
-class GroupStore:
+class GroupRows:
     """One group's rows. Every method runs in the transaction of the connection that it is given.
 
     owner         who claims, to be shown.
@@ -169,8 +169,8 @@ class GroupStore:
     ) -> dict[Partition, ClaimedOffset]:
         """Claim partitions, and return their positions. Earlier claims of these can't commit any more.
 
-        starts  of these partitions, and of all others of topics that are new to the group: the topic's id, and where a
-                group begins that is new to the topic. A partition that was added to a known topic begins at 0.
+        starts  for each partition, the topic's id and where a group that is new to the topic begins. Has every
+                partition of such a topic. A partition that was added to a known topic begins at 0.
         """
         generation = self._next_generation(connection, strategy, None)
         topics = sorted({topic for topic, _ in starts})
@@ -183,14 +183,14 @@ class GroupStore:
         new = [one for one in added if one[0] in partitions or one[0][0] not in known]
         self.add(connection, new, generation)
         rows = self._run(connection, _CLAIM, None, **columns(partitions), generation=generation).fetchall()
-        self.lose(connection, generation)
+        self.lose_unconfirmed(connection, generation)
         return {(topic, part): ClaimedOffset(*stored, generation=generation) for topic, part, *stored in rows}
 
     def claim_all(self, connection: psycopg.Connection[Any], strategy: str | None, atomic: str | None) -> int:
         """Claim all partitions that the group has, and return the claim's generation."""
         generation = self._next_generation(connection, strategy, atomic)
         self._run(connection, CLAIM_ALL, generation=generation)
-        self.lose(connection, generation)
+        self.lose_unconfirmed(connection, generation)
         return generation
 
     def add(
@@ -202,12 +202,12 @@ class GroupStore:
         self._run(connection, _ADD, None, **values, generation=generation)
 
     def fence(
-        self, connection: psycopg.Connection[Any], partition: Partition, here: ClaimedOffset, *, lock: bool = True
+        self, connection: psycopg.Connection[Any], partition: Partition, expected: ClaimedOffset, *, lock: bool = True
     ) -> str | None:
         """Lock a partition's row until the transaction ends; without ``lock`` only look.
 
         Returns the transaction, for ``was_committed``; without ``lock`` None. Raises OffsetMoved when the row is
-        further than in ``here``, and Fenced when another claim has it, or it is gone, of another topic, or set back.
+        further than ``expected``, and Fenced when another claim has it, or it is gone, of another topic, or set back.
         """
         asked_at = time.monotonic()
         query = statement(
@@ -219,13 +219,13 @@ class GroupStore:
         row = self._run(connection, query, partition, idle=self._idle).fetchone()
         if row is not None:
             self.clock.note(row[3], asked_at)
-        if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
+        if row is None or row[0] != expected.topic_id or row[2] != expected.generation or row[1] < expected.next_offset:
             now = "its row is gone" if row is None else f"it stands at offset {row[1]} in generation {row[2]}"
             raise Fenced(
-                f"group {self.name} was taken over from generation {here.generation}: {partition[0]}-{partition[1]} at "
-                f"offset {here.next_offset}, {now}"
+                f"group {self.name} was taken over from generation {expected.generation}: {partition[0]}-"
+                f"{partition[1]} at offset {expected.next_offset}, {now}"
             )
-        if row[1] > here.next_offset:
+        if row[1] > expected.next_offset:
             raise OffsetMoved(partition, row[1])
         transaction: str | None = row[5]
         return transaction
@@ -242,17 +242,17 @@ class GroupStore:
             return False
         return bool(committed)
 
-    def fence_all(self, connection: psycopg.Connection[Any], here: Mapping[Partition, ClaimedOffset]) -> bool:
+    def fence_all(self, connection: psycopg.Connection[Any], expected: Mapping[Partition, ClaimedOffset]) -> bool:
         """Lock the rows of several partitions until the transaction ends.
 
-        Returns whether each is exactly as in ``here``; ``fence`` says of a single one why it is not.
+        Returns whether each is exactly as in ``expected``; ``fence`` says of a single one why it is not.
         """
         asked_at = time.monotonic()
-        rows = self._run(connection, _FENCE_ALL, None, **columns(here)).fetchall()
+        rows = self._run(connection, _FENCE_ALL, None, **columns(expected)).fetchall()
         if rows:
             self.clock.note(rows[0][5], asked_at)
         found = {(topic, part): tuple(stored) for topic, part, *stored, _ in rows}
-        return found == {at: (one.topic_id, one.next_offset, one.generation) for at, one in here.items()}
+        return found == {at: (one.topic_id, one.next_offset, one.generation) for at, one in expected.items()}
 
     def generations(
         self, connection: psycopg.Connection[Any], partitions: Collection[Partition]
@@ -304,7 +304,11 @@ class GroupStore:
         [(new, today)] = self._run(connection, query, partition, **values)
         return set(new), today
 
-    def give_up(
+    def take_back(self, connection: psycopg.Connection[Any], partition: Partition, applied: int, dead: int = 0) -> None:
+        """Count so many messages no longer as applied, or as dead letters, as a ``move`` has counted them."""
+        self.move(connection, partition, None, applied=-applied, dead=-dead)
+
+    def mark_unconfirmed(
         self, connection: psycopg.Connection[Any], partition: Partition, first: int, end: int, pending: int
     ) -> None:
         """At-most-once, after ``move``: record that the effect of these offsets is to be confirmed, or lost.
@@ -313,13 +317,13 @@ class GroupStore:
 
         pending  how many of the messages that ``move`` has counted as applied are yet to be.
         """
-        query = statement(self._schema, _GIVE_UP, synchronous=sql.SQL(SYNCHRONOUS))
+        query = statement(self._schema, _MARK_UNCONFIRMED, synchronous=sql.SQL(SYNCHRONOUS))
         self._run(connection, query, partition, first=first, end=end, pending=pending)
 
     def confirm(
         self, connection: psycopg.Connection[Any], partition: Partition, first: int, applied: int, generation: int
     ) -> None:
-        """Confirm what this claim has given up from ``first`` on, in the transaction of its effect, which follows.
+        """Clear the mark of the range that begins at ``first``, in the transaction of its effect, before the effect.
 
         Raises Fenced when it is recorded as lost already: then there must be no effect.
         """
@@ -327,20 +331,20 @@ class GroupStore:
         if self._run(connection, _CONFIRM, partition, **values).rowcount == 0:
             raise Fenced(f"group {self.name}: {partition[0]}-{partition[1]} from offset {first} on is recorded as lost")
 
-    def lose(
+    def lose_unconfirmed(
         self,
         connection: psycopg.Connection[Any],
         generation: int,
         partition: Partition | None = None,
         first: int | None = None,
     ) -> int:
-        """Record as lost what was given up and not confirmed in the partitions of a claim, or in one of them.
+        """Record as lost what is marked and not confirmed in the partitions of a claim, or in one of them.
 
         first  only the range that begins there: another one may be under way.
 
         Returns how many ranges were lost. Locks the rows: a transaction that confirms has ended by then, or fails.
         """
-        rows = self._run(connection, _LOSE, partition, generation=generation, first=first).fetchall()
+        rows = self._run(connection, _LOSE_UNCONFIRMED, partition, generation=generation, first=first).fetchall()
         for (detail,) in rows:
             _LOG.error("group %s: %s", self.name, detail)
         return len(rows)

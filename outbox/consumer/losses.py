@@ -1,6 +1,6 @@
 """What Kafka lost before a group read it: found by comparing stored offsets with Kafka's, and recorded for operators.
 
-What a group gives up at-most-once is recorded beside it, see ``given_up`` and GroupStore.give_up. It halts nothing.
+What a group gives up at-most-once is recorded beside it: ``given_up``, GroupRows.lose_unconfirmed. It halts nothing.
 
 | what is found                                                | kind      |
 |--------------------------------------------------------------|-----------|

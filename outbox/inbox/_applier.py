@@ -49,11 +49,11 @@ class Applier(Transactions):
             handled = self._apply(connection, part, batch)
 
         try:
-            committed = self._attempt(part, part.strikes, step, self._postpone)
+            committed = self._attempt(part, part.strikes, step, self._apply_later)
         except TransactionEnded as ended:
-            dead = sum(message.key() in part.dead_keys for message in ended.rest)
+            waiting = sum(message.key() in part.dead_keys for message in ended.rest)
             lost = [MessageFailed(message, ended.why.reason, ended.why.error) for message in ended.rest]
-            self._stop_if_committed(part, ended, lost, applied=dead - len(lost), dead=-dead)
+            self._stop_if_committed(part, ended, lost, applied=len(lost) - waiting, dead=waiting)
             return self._failed(part, ended)
         except MessageFailed as failed:
             return self._failed(part, failed)
@@ -90,7 +90,7 @@ class Applier(Transactions):
             self._group.move(connection, part.partition, end, log_end=end)
 
         # No message is at fault, however often it is interrupted.
-        if self._attempt(part, Strikes(), step, self._postpone):
+        if self._attempt(part, Strikes(), step, self._apply_later):
             part.moved(end)
 
     def forget_taken(self, parts: Collection[Assigned]) -> None:
@@ -116,7 +116,7 @@ class Applier(Transactions):
         dead = sum(behind)
         known = [one for one in ids if one is not None]
         applied = 0 if self.settings.dedup else len(batch) - dead
-        new, today = self._move_behind(connection, part, batch[-1], ids=known, applied=applied, dead=dead)
+        new, today = self._move_past(connection, part, batch[-1], ids=known, applied=applied, dead=dead)
         before = self._group.forgotten_before(connection, new, today)
         for n, (message, waits, id_) in enumerate(zip(batch, behind, ids, strict=True)):
             if waits:
@@ -159,15 +159,15 @@ class Applier(Transactions):
 
         def step(connection: psycopg.Connection[Any]) -> None:
             self._store(connection, part, message, why, part.attempts)
-            self._move_behind(connection, part, message, dead=1)
+            self._move_past(connection, part, message, dead=1)
 
         try:
-            committed = self._attempt(part, part.strikes, step, self._postpone)
+            committed = self._attempt(part, part.strikes, step, self._apply_later)
         except psycopg.Error as error:
             if part.strikes.strike(error):
                 text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
                 raise HandlerFailed(*part.partition, message.offset(), part.attempts, text) from error
-            self._postpone(part, error)
+            self._apply_later(part, error)
             return False
         if committed:
             part.deaths += 1
@@ -193,7 +193,7 @@ class Applier(Transactions):
         letter = DeadLetter(why, id_, message.key(), message.value(), headers, time_, attempts)
         self._letters.write(connection, part.position.topic_id, [letter])
 
-    def _move_behind(
+    def _move_past(
         self,
         connection: psycopg.Connection[Any],
         part: Assigned,
@@ -203,7 +203,7 @@ class Applier(Transactions):
         applied: int = 0,
         dead: int = 0,
     ) -> tuple[set[UUID], dt.date]:
-        """Move the position behind a message; see GroupStore.move."""
+        """Move the position past a message; see GroupRows.move."""
         return self._group.move(
             connection,
             part.partition,

@@ -23,14 +23,14 @@ class Assigned:
     suspect       the offset of a message that failed: those before it are applied first, and then it alone.
     alone_until   up to this offset each message is tried alone: COMMIT failed, and does not say because of which.
     attempts      how often the first message of the queue has failed.
-    interrupted   how often in a row a transaction was interrupted by a cause that is no message's fault.
+    interruptions  how often in a row a transaction was interrupted by a cause that is no message's fault.
     strikes       how often in a row a transaction was interrupted after it had found its claim in Postgres.
     letter_strikes  the same of dead letters that are retried.
     deaths        how many messages in a row became dead letters, or were given up; a batch that was lost counts once.
     dead_keys     the keys of dead letters: later messages of these wait behind them.
     end           how far Kafka has been read: there may be no message between the last one and here.
     letters_first  its dead letters are retried before its messages.
-    cut_off       Kafka does not have what comes behind the queue.
+    cut_off       Kafka does not have what comes after the queue.
     shown         the position that Kafka's own tools were shown.
     """
 
@@ -44,7 +44,7 @@ class Assigned:
     suspect: int | None = None
     alone_until: int = -1
     attempts: int = 0
-    interrupted: int = 0
+    interruptions: int = 0
     strikes: Strikes = field(default_factory=Strikes)
     letter_strikes: Strikes = field(default_factory=Strikes)
     deaths: int = 0
@@ -84,7 +84,7 @@ class Assigned:
             self.attempts = 0
         if self.suspect is not None and self.suspect < next_offset:
             self.suspect = None
-        self.interrupted = self.strikes.count = 0
+        self.interruptions = self.strikes.count = 0
 
     def forget_claim(self, until: float) -> None:
         """Forget the claim and what was fetched. If Kafka still assigns the partition by then, it is claimed again."""
@@ -98,7 +98,7 @@ class Assigned:
         self.position = position
         self.dead_keys = dead_keys
         self.fetched = position.next_offset
-        self.end = self.attempts = self.interrupted = self.strikes.count = 0
+        self.end = self.attempts = self.interruptions = self.strikes.count = 0
         self.suspect, self.alone_until, self.due = None, -1, 0.0
         self.letters_first = self.cut_off = False
 

@@ -3,7 +3,7 @@
 For effects that must not come late or twice, such as a message with a one-time password: a handler that calls another
 system has its effect whether its transaction commits or not, so it is called once for each message, whatever follows.
 
-    ┌─ 1: lock the row, compare generation and position; ids; move; give up; COMMIT
+    ┌─ 1: lock the row, compare generation and position; ids; move; mark as unconfirmed; COMMIT
     └─ 2: lock the row, compare; confirm; handler, each message behind a savepoint; COMMIT
 
 | what happens                                | what follows                                                          |
@@ -87,11 +87,11 @@ class AtMostOnceApplier(Applier):
         # No message is at fault, however often it is interrupted: none was looked at.
         try:
             if not self._attempt(
-                part, Strikes(), lambda connection: self._give_up(connection, part, batch), self._postpone
+                part, Strikes(), lambda connection: self._give_up(connection, part, batch), self._apply_later
             ):
                 return False
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
-            self._postpone(part, error)
+            self._apply_later(part, error)
             return False
         part.moved(batch.last + 1)
         if not batch.pending:
@@ -113,13 +113,13 @@ class AtMostOnceApplier(Applier):
                 failed for message in pending if (failed := self._failure(connection, message, called)) is not None
             )
             if found:
-                self._group.move(connection, part.partition, None, applied=-len(found))
+                self._group.take_back(connection, part.partition, applied=len(found))
                 self._record(connection, part, found)
                 batch.failures.update((failed.message.offset(), failed) for failed in found)
 
         def wait(part: Assigned, error: BaseException) -> None:
             interruptions.append(error)
-            self._postpone(part, error)
+            self._apply_later(part, error)
 
         try:
             committed = self._attempt(part, Strikes(), apply, wait)
@@ -128,7 +128,7 @@ class AtMostOnceApplier(Applier):
                 # If it was committed, so is what ``confirm`` did.
                 at, why = error.message.offset(), error.why
                 rest = [MessageFailed(message, "failed", why.error) for message in pending if message.offset() >= at]
-                self._stop_if_committed(part, error, [*found, *rest], applied=-len(found) - len(rest))
+                self._stop_if_committed(part, error, [*found, *rest], applied=len(found) + len(rest))
             name = f"{part.name} offsets {batch.first} to {batch.last}"
             _logger.error("%s can't be committed: %s", name, error)  # noqa: TRY400  its text is enough
             part.forget_claim(0.0)
@@ -145,7 +145,7 @@ class AtMostOnceApplier(Applier):
         return False
 
     def _give_up(self, connection: psycopg.Connection[Any], part: Assigned, batch: _Batch) -> None:
-        """Move the position behind a batch. Finds the messages to be applied, and those that can't be.
+        """Move the position past a batch. Finds the messages to be applied, and those that can't be.
 
         A message whose id was applied, or given up, before is neither.
         """
@@ -157,7 +157,7 @@ class AtMostOnceApplier(Applier):
                 batch.failures[message.offset()] = failed
         known = [one for one in ids.values() if one is not None]
         unknown = len(ids) - len(known)
-        new, today = self._move_behind(connection, part, batch.messages[-1], ids=known, applied=unknown)
+        new, today = self._move_past(connection, part, batch.messages[-1], ids=known, applied=unknown)
         counted = unknown + len(new)
         before = self._group.forgotten_before(connection, new, today)
         for message in (one for one in batch.messages if one.offset() in ids):
@@ -169,9 +169,9 @@ class AtMostOnceApplier(Applier):
         if batch.failures:
             self._record(connection, part, batch.failures.values())
         if batch.pending:
-            self._group.give_up(connection, part.partition, batch.first, batch.last + 1, counted)
+            self._group.mark_unconfirmed(connection, part.partition, batch.first, batch.last + 1, counted)
         elif counted:
-            self._group.move(connection, part.partition, None, applied=-counted)
+            self._group.take_back(connection, part.partition, applied=counted)
 
     def _failure(
         self, connection: psycopg.Connection[Any], message: KafkaMessage, called: list[KafkaMessage]
@@ -217,7 +217,7 @@ class AtMostOnceApplier(Applier):
             return
         # No claim follows. Where this can't be recorded now, the next one does.
         with suppress(psycopg.Error), self.session.transaction() as connection:
-            self._group.lose(connection, claim.generation, part.partition, batch.first)
+            self._group.lose_unconfirmed(connection, claim.generation, part.partition, batch.first)
         why = (
             f"offsets {batch.first} to {batch.last} are recorded as lost, as the {part.deaths - 1} "
             f"failures before them: {shown(error)}"

@@ -57,7 +57,7 @@ class Admin:
             return self.kafka.look(sorted(topics), optional=optional)
 
     def find_losses(self, positions: Mapping[Partition, StoredOffset]) -> list[Loss]:
-        """Return what Kafka no longer has behind these positions. Other partitions need no leader."""
+        """Return what Kafka no longer has after these positions. Other partitions need no leader."""
         ids, bounds = self.look({topic for topic, _ in positions}, lambda partition: partition not in positions)
         if found := find_losses(positions, bounds, ids):
             return found

@@ -86,13 +86,13 @@ _POLL_SECONDS: Final = 0.5
 _TURN_SECONDS: Final = 1.0
 _TAKEN: Final = 1_000
 _TAKEN_BYTES: Final = 8 << 20
-# Of a partition, and one message more. What all may have queued together is below: a member may have hundreds of them.
+# The most that one partition queues, checked after each message. _ALL_QUEUED limits the sum: there may be hundreds.
 _MOST_QUEUED: Final = 5_000
 _MOST_QUEUED_BYTES: Final = 32 << 20
 _ALL_QUEUED: Final = 50_000
 _ALL_QUEUED_BYTES: Final = 128 << 20
-# A partition is read again when this part is left of what it may have queued.
-_READ_AGAIN: Final = 5
+_RESUME_BELOW: Final = 1 / 5
+"""A paused partition is read again when this part of its limit is left."""
 _UPKEEP_SECONDS: Final = 1.0
 _HEARTBEAT_MS: Final = 3_000
 _SILENT_SECONDS: Final = 60.0
@@ -125,9 +125,9 @@ class Member:
         # By then Kafka has reported the loss of its partitions to a member that slept.
         reclaim_seconds = 2 * int(options.get("heartbeat.interval.ms", _HEARTBEAT_MS)) / 1000
         strategy, protocol = options.get("partition.assignment.strategy", ""), options.get("group.protocol", "")
-        # With KIP-848 librdkafka says nothing to a member that gets no partitions.
-        self._silent = str(protocol).lower() == "consumer"
-        self._incremental = "cooperative" in str(strategy) or self._silent
+        # Then librdkafka says nothing to a member that gets no partitions.
+        self._kip_848 = str(protocol).lower() == "consumer"
+        self._incremental = "cooperative" in str(strategy) or self._kip_848
         self._admin = _kafka.Admin(options)
         self._topic_ids = TopicIds(self._admin.kafka.describe)
         self._static = StaticGroup(settings.group.name, options, self._admin.kafka)
@@ -144,14 +144,14 @@ class Member:
         )
         retries = Retries(settings, self._session, handler, watch, reclaim_seconds=reclaim_seconds, stopping=stopping)
         self._waiting = WaitingLetters(settings.letters, self._session, retries)
-        self._joined_at = math.inf
+        self._assume_joined_at = math.inf
         self._clients = clients
         self._kafka = confluent_kafka.Consumer({**options, "error_cb": clients.hear})
 
     def run(self) -> KafkaError | None:
-        """Consume until ``stopping``, or until an error behind which a new member must go on: it is returned."""
+        """Consume. Returns the Kafka error after which only a new member can continue; None when stopped."""
         self._note_unassigned()
-        self._joined_at = time.monotonic() + _SILENT_SECONDS
+        self._assume_joined_at = time.monotonic() + _SILENT_SECONDS
         self._subscribe()
         while not self._stopping.is_set():
             self._fetch()
@@ -176,7 +176,7 @@ class Member:
         subscribe(self._kafka, self._settings.topics, self._assigned, self._revoked, incremental=self._incremental)
 
     def _note_unassigned(self) -> None:
-        if not self._parts and not self._silent:
+        if not self._parts and not self._kip_848:
             self._watch.unassigned(self._settings.topics)
 
     def _note(self, part: Assigned) -> None:
@@ -197,7 +197,7 @@ class Member:
 
     def _fetch(self) -> None:
         """Take what Kafka has fetched; wait for it if there is nothing to do."""
-        # One by one: what poll() returns behind a rebalance belongs to the new assignment.
+        # One by one: what poll() returns after a rebalance belongs to the new assignment.
         message = self._kafka.poll(self._idle_seconds())
         taken = size = 0
         while message is not None:
@@ -211,7 +211,7 @@ class Member:
                 self._kafka_error(part, received, error)
             elif part is not None:
                 part.add(checked(received))
-                # Not only behind the loop: of hundreds each could have so much more than its share.
+                # Not only after the loop: of hundreds each could have so much more than its share.
                 self._limit_queues([part])
             taken, size = taken + 1, size + size_of(received)
             full = taken >= _TAKEN or size >= _TAKEN_BYTES or self._stopping.is_set()
@@ -226,7 +226,7 @@ class Member:
             if not part.paused and (len(part.queue) >= most or part.size >= most_bytes):
                 self._kafka.pause([TopicPartition(*part.partition)])
                 part.paused = True
-            elif part.paused and len(part.queue) * _READ_AGAIN <= most and part.size * _READ_AGAIN <= most_bytes:
+            elif part.paused and len(part.queue) <= most * _RESUME_BELOW and part.size <= most_bytes * _RESUME_BELOW:
                 self._kafka.resume([TopicPartition(*part.partition)])
                 part.paused = False
 
@@ -264,11 +264,11 @@ class Member:
                 claimed = self._claim(partitions)
             except (psycopg.Error, KafkaFailed) as error:
                 attempt += 1
-                if self._is_refused(error):
+                if self._hear_refusal(error):
                     refused += 1
                 elif isinstance(error, KafkaFailed) and attempt - refused >= _CLAIM_ATTEMPTS:
                     raise
-                self._applier.interrupted(error, "claiming partitions", partitions)
+                self._applier.record_interruption(error, "claiming partitions", partitions)
                 pause(self._stopping, attempt - 1)
         parts = [] if claimed is None else [self._assign(partition, claimed.get(partition)) for partition in partitions]
         self._wait_for_leaders([part for part in parts if part.position is None], "claiming partitions")
@@ -277,8 +277,8 @@ class Member:
         # librdkafka keeps the pause of a partition that was taken away (its issue 1849).
         kafka.resume(found)
 
-    def _is_refused(self, error: BaseException) -> bool:
-        """Return whether Kafka refuses the credentials, which may pass. Raises KafkaFailed once that has lasted."""
+    def _hear_refusal(self, error: BaseException) -> bool:
+        """Note if Kafka refuses the credentials, which may pass, and return whether. Raises KafkaFailed if it lasts."""
         credentials = _kafka.refused_credentials(error)
         if credentials is None:
             return False
@@ -329,7 +329,7 @@ class Member:
         return positions
 
     def _check_positions(self, positions: Mapping[Partition, ClaimedOffset]) -> None:
-        """Record and raise what Kafka has lost behind these positions. They can't move meanwhile: they are claimed."""
+        """Record and raise what Kafka has lost after these positions. They can't move meanwhile: they are claimed."""
         if losses := self._admin.find_losses(positions):
             with self._session.transaction() as connection:
                 self._group.record_losses(connection, losses)
@@ -341,7 +341,7 @@ class Member:
         """Apply the messages of a partition, and stop in time for the next poll."""
         while time.monotonic() >= part.due and not self._stopping.is_set():
             if part.position is None:
-                self._claim_again()
+                self._reclaim_due()
             elif part.letters_first:
                 return
             elif not part.queue:
@@ -354,8 +354,8 @@ class Member:
             if time.monotonic() >= until:
                 return
 
-    def _claim_again(self) -> None:
-        """Claim, together, the partitions that are due: their claims are lost or in doubt, or they had no leader.
+    def _reclaim_due(self) -> None:
+        """Claim, together, all partitions that are due: their claims are lost or in doubt, or they had no leader.
 
         Kafka still assigns them to this member.
         """
@@ -364,7 +364,7 @@ class Member:
         try:
             claimed = self._claim(parts)
         except (psycopg.Error, KafkaFailed) as error:
-            self._is_refused(error)
+            self._hear_refusal(error)
             self._applier.postpone(parts.values(), error, "claiming partitions again")
             return
         for partition, position in claimed.items():
@@ -415,11 +415,11 @@ class Member:
                 self._waiting.keep_up(self._parts, lambda: time.monotonic() < until and not self._stopping.is_set())
             self._check_topics()
         except (psycopg.Error, KafkaFailed) as error:
-            self._applier.interrupted(error, "upkeep")
+            self._applier.record_interruption(error, "upkeep")
         if self._static.needs_rebalance(self._settings.topics):
             self._kafka.unsubscribe()
             self._subscribe()
-        if self._silent and not self._parts and time.monotonic() >= self._joined_at:
+        if self._kip_848 and not self._parts and time.monotonic() >= self._assume_joined_at:
             self._watch.assigned(())
         self._show_positions()
 

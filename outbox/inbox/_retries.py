@@ -36,7 +36,7 @@ class Retries(Transactions):
         except TransactionEnded as ended:
             # The dead letter is kept for an operator: its id is known, so a retry would only delete it.
             keep = self._failing_again(ended)
-            self._stop_if_committed(part, ended, [ended], applied=-1, also=keep)
+            self._stop_if_committed(part, ended, [ended], applied=1, also=keep)
             return self._letter_failed(part, ended)
         except MessageFailed as failed:
             return self._letter_failed(part, failed)
@@ -55,13 +55,9 @@ class Retries(Transactions):
             self._letters.failed_again(connection, letter.id, self._why_behind(connection, message))
             return
         id_ = self._id(message)
-        new, today = self._group.move(
-            connection,
-            part.partition,
-            None,
-            ids=[] if id_ is None else [id_],
-            applied=0 if self.settings.dedup else 1,
-        )
+        ids = [] if id_ is None else [id_]
+        applied = 0 if self.settings.dedup else 1
+        new, today = self._group.move(connection, part.partition, None, ids=ids, applied=applied)
         if id_ is None or id_ in new:
             # An operator who retries a message that is too old says that it was not applied.
             if id_ is not None and letter.reason != "too-old":
@@ -94,4 +90,4 @@ class Retries(Transactions):
     def _leave_letters(self, part: Assigned, error: BaseException) -> None:
         """The next upkeep retries it: the partition's messages do not wait for that."""
         part.letters_first = False
-        self.interrupted(error, "retrying a dead letter")
+        self.record_interruption(error, "retrying a dead letter")

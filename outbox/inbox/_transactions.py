@@ -20,7 +20,7 @@ from psycopg.pq import TransactionStatus
 
 from outbox._clients.backoff import MEMBER_PAUSE, doubled, jittered, pause
 from outbox.consumer.errors import Fenced, OffsetMoved, shown
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.losses import given_up
 from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
@@ -51,7 +51,7 @@ class Settings:
 
     connect: Callable[[], psycopg.Connection[Any]]
     options: Mapping[str, Any]
-    group: GroupStore
+    group: GroupRows
     letters: Letters
     topics: Sequence[str]
     batch: int
@@ -103,7 +103,7 @@ class TransactionEnded(MessageFailed):
     """The handler has ended the transaction, and may have committed the position after the whole batch.
 
     rest         the message and those after it in its batch, which are without effect if it has.
-    transaction  for GroupStore.was_committed.
+    transaction  for GroupRows.was_committed.
     """
 
     def __init__(self, failed: MessageFailed) -> None:
@@ -127,7 +127,7 @@ class Transactions:
     def __post_init__(self) -> None:
         self._group, self._letters = self.settings.group, self.settings.letters
 
-    def interrupted(self, error: BaseException, doing: str, partitions: Collection[Partition] = ()) -> None:
+    def record_interruption(self, error: BaseException, doing: str, partitions: Collection[Partition] = ()) -> None:
         """Record an error that no message has caused, and that keeps these partitions from moving."""
         why = f"{doing}: {shown(error)}"
         _logger.warning("%s", why)
@@ -138,11 +138,11 @@ class Transactions:
 
     def postpone(self, parts: Collection[Assigned], error: BaseException, doing: str) -> None:
         """Record such an error of some partitions, which are retried together after a pause."""
-        earlier = max(part.interrupted for part in parts)
+        earlier = max(part.interruptions for part in parts)
         due = time.monotonic() + jittered(doubled(earlier, *MEMBER_PAUSE))
         for part in parts:
-            part.interrupted, part.due = earlier + 1, due
-        self.interrupted(error, doing, [part.partition for part in parts])
+            part.interruptions, part.due = earlier + 1, due
+        self.record_interruption(error, doing, [part.partition for part in parts])
 
     def _attempt(
         self,
@@ -246,11 +246,11 @@ class Transactions:
                 with self.session.transaction() as connection:
                     if not self._group.was_committed(connection, ended.transaction):
                         return
-                    self._group.move(connection, part.partition, None, applied=applied, dead=dead)
+                    self._group.take_back(connection, part.partition, applied=applied, dead=dead)
                     self._record(connection, part, lost)
                     also(connection)
             except psycopg.Error as error:
-                self.interrupted(error, f"recording what is lost of {part.name}", [part.partition])
+                self.record_interruption(error, f"recording what is lost of {part.name}", [part.partition])
                 if self.stopping.is_set() or not self.session.passes(error):
                     why = f"{why}; if it was committed, messages are lost, {len(lost)} of them: {error}"
                     recorded = False
@@ -268,5 +268,5 @@ class Transactions:
         topic_id = part.position.topic_id
         self._group.record_losses(connection, [given_up(failed.why, topic_id) for failed in failures])
 
-    def _postpone(self, part: Assigned, error: BaseException) -> None:
+    def _apply_later(self, part: Assigned, error: BaseException) -> None:
         self.postpone([part], error, f"applying {part.name}")

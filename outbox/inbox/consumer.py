@@ -16,7 +16,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from outbox.consumer import connections
 from outbox.consumer.delays import APPLY_DELAY, APPLY_DELAY_HELP, TopicDelays
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.member_clients import MemberClients
 from outbox.consumer.model import DEFAULT_SCHEMA
 from outbox.consumer.stalled import StalledPartition, Watch
@@ -117,7 +117,7 @@ class Consumer:
             raise ConfigurationError("key: recognizes nothing with dedup=False")
         if not 0.001 <= idle_seconds <= _LONGEST_IDLE:
             raise ConfigurationError(f"idle_seconds must be from 0.001 to {_LONGEST_IDLE}, not {idle_seconds}")
-        self._group = partial(GroupStore, schema, group, idle_seconds=idle_seconds)
+        self._group = partial(GroupRows, schema, group, idle_seconds=idle_seconds)
         self._settings = Settings(
             connect=partial(connections.connect, database, f"outbox inbox {group}", pinned=False)
             if isinstance(database, str)

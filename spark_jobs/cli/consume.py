@@ -130,7 +130,7 @@ def _run(
         # A run that finds nothing to do needs no Spark. Under spark-submit it does: YARN fails a driver without one.
         spark = start if once and not session.submitted() else start()
         delays = metrics.delays if metrics is not None else None
-        with Runner(spark, job, options, report, health.succeeded, health.behind, delays) as runner:
+        with Runner(spark, job, options, report, health.succeeded, health.lagging, delays) as runner:
             return runner.once(stop) if once else runner.continuous(stop)
 
 

@@ -63,7 +63,7 @@ class BatchAttempts:
     """Applies the ranges of a round in one transaction of the driver. Its interface is that of PartitionAttempts."""
 
     each_alone: Final = False
-    finds_followers: Final = False
+    finds_behind: Final = False
 
     def __init__(self, context: RoundContext, store: PostgresGroupStore, sinks: PostgresSinks) -> None:
         self._context = context
@@ -71,17 +71,17 @@ class BatchAttempts:
         self._sinks = sinks
         self._tables = StagingTables(store)
 
-    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
-        aside = state.dead_offsets()
+    def attempt(self, planned: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
+        dead = state.dead_offsets()
 
         def source(without: Offsets) -> Source:
-            offsets = {part: [*aside.get(part, ()), *without.get(part, ())] for part in span.ranges}
-            return self._context.source(span, offsets)
+            offsets = {part: [*dead.get(part, ()), *without.get(part, ())] for part in planned.ranges}
+            return self._context.source(planned, offsets)
 
         try:
-            return self._apply(source, span, state, generation, {})
+            return self._apply(source, planned, state, generation, {})
         except RangeStopped as stop:
-            return span.as_one(TaskResult(stop.outcome, detail=stop.detail))
+            return planned.as_one(TaskResult(stop.outcome, detail=stop.detail))
         finally:
             self._tables.drop_made()
 
@@ -103,7 +103,7 @@ class BatchAttempts:
     def _apply(
         self,
         source: Callable[[Offsets], Source],
-        span: OffsetRanges,
+        planned: OffsetRanges,
         state: RoundState,
         generation: int,
         retried: Mapping[MessageRef, RetryRequest],
@@ -124,7 +124,7 @@ class BatchAttempts:
             cursor = into.cursor
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
-            for partition, range_ in sorted(span.ranges.items()):
+            for partition, range_ in sorted(planned.ranges.items()):
                 if not into.fence(partition, range_):
                     raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
             if retried and not into.hold(retried):
@@ -141,14 +141,14 @@ class BatchAttempts:
             if fresh and shuffled:
                 repeats = {(topic, part): offsets for topic, part, offsets in cursor.execute(_REPEATS)}
                 applying = self._transformed(cursor, source(repeats), sink, most)
-                if span.ranges:
+                if planned.ranges:
                     self._require_all(source(repeats), sum(fresh.values()))
                 taken = _taken(applying, before, repeats)
             if retried:
                 into.resolve_as(fresh, taken)
-            for partition, range_ in sorted(span.ranges.items()):
+            for partition, range_ in sorted(planned.ranges.items()):
                 counts = read.get(partition, 0), fresh.get(partition, 0)
-                into.move(Move(partition, range_, span.log_ends.get(partition), *counts, state.letters(partition)))
+                into.move(Move(partition, range_, planned.log_ends.get(partition), *counts, state.letters(partition)))
             if fresh:
                 into.run(applying)
         committed = into.now()
@@ -162,7 +162,7 @@ class BatchAttempts:
                 size=int(average * read.get(partition, 0)),
                 committed=committed,
             )
-            for partition in (span.ranges or read)
+            for partition in (planned.ranges or read)
         }
 
     def _transformed(self, cursor: psycopg.Cursor[Any], source: Source, sink: PostgresSink, most: int) -> BatchTable:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class PartitionAttempts:
     """Applies each partition in its own transaction; ``rounds`` decides what follows from the outcomes.
 
-    each_alone       whether an outcome concerns its partition alone, and not the whole round.
-    finds_followers  whether the tasks read Kafka's messages, and put aside those behind dead letters of earlier rounds.
-                     A transform must not see those.
+    each_alone    whether an outcome concerns its partition alone, and not the whole round.
+    finds_behind  whether the tasks read Kafka's messages, and put aside those behind dead letters of earlier rounds.
+                  A transform must not see those.
     """
 
     each_alone: Final = True
@@ -45,34 +45,34 @@ class PartitionAttempts:
         self._job = context.job
 
     @property
-    def finds_followers(self) -> bool:
+    def finds_behind(self) -> bool:
         return self._context.task_decoder.columns is not None
 
-    def attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
+    def attempt(self, planned: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
         """Apply the ranges once. Raises Undecoded, and the errors that Spark's are translated into."""
         if self._context.task_decoder.columns is not None:
-            return self._attempt_reading(self._context.task_decoder.columns, span, state, generation)
-        prepared = spark.prepare(self._job, self._context.source(span, state.dead_offsets()))
+            return self._attempt_reading(self._context.task_decoder.columns, planned, state, generation)
+        prepared = spark.prepare(self._job, self._context.source(planned, state.dead_offsets()))
         tasks = prepared.source.tasks(prepared.rows)
-        plan = replace(self._context.plan(span, state, generation, prepared.columns), tasks=tasks)
+        plan = replace(self._context.plan(planned, state, generation, prepared.columns), tasks=tasks)
         results = _reports(prepared, functools.partial(task.apply_rows, plan))
         if not tasks:
             # Spark saw that no row passes the transform, and ran no task.
             self._context.require_decoded(prepared.source)
-            return dict.fromkeys(span.ranges, TaskResult(RangeOutcome.EMPTY))
-        _require_reports(span, results)
+            return dict.fromkeys(planned.ranges, TaskResult(RangeOutcome.EMPTY))
+        _require_reports(planned, results)
         return results
 
     def _attempt_reading(
-        self, columns: Mapping[str, str], span: OffsetRanges, state: RoundState, generation: int
+        self, columns: Mapping[str, str], planned: OffsetRanges, state: RoundState, generation: int
     ) -> Mapping[Partition, TaskResult]:
         """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver."""
-        plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
-        if self._few(span) and (read := self._read_in_driver(plan)) is not None:
+        plan = replace(self._context.plan(planned, state, generation, columns), decoder=self._context.task_decoder)
+        if self._few(planned) and (read := self._read_in_driver(plan)) is not None:
             return self._apply_in_driver(plan, read)
         apply = functools.partial(task.read_and_apply, plan)
-        results = reported(self._context.by_ranges(span, apply, task.REPORT).collect())
-        _require_reports(span, results)
+        results = reported(self._context.by_ranges(planned, apply, task.REPORT).collect())
+        _require_reports(planned, results)
         return results
 
     def _apply_in_driver(
@@ -112,9 +112,9 @@ class PartitionAttempts:
                 raise
             return None
 
-    def _few(self, span: OffsetRanges) -> bool:
+    def _few(self, planned: OffsetRanges) -> bool:
         """Return whether starting Spark tasks would cost more than their work. Custom effects run in executors."""
-        return isinstance(self._job.effect, str | Insert | Upsert) and self._context.short(span)
+        return isinstance(self._job.effect, str | Insert | Upsert) and self._context.driver_may_read(planned)
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once, all in one transaction."""
@@ -138,9 +138,9 @@ def _reports(
     return reported(spark.in_tasks(prepared.rows, lambda rows: run(task_input.from_spark(rows)), task.REPORT).collect())
 
 
-def _require_reports(span: OffsetRanges, results: Mapping[Partition, TaskResult]) -> None:
+def _require_reports(planned: OffsetRanges, results: Mapping[Partition, TaskResult]) -> None:
     """Raise ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied."""
-    silent = sorted(span.ranges.keys() - results.keys())
+    silent = sorted(planned.ranges.keys() - results.keys())
     if silent and not any(one.outcome in ENDING for one in results.values()):
         raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
 

@@ -157,8 +157,8 @@ class RoundContext:
         self.compacted = compacted
         self._delays = delays
         self.outbox = outbox
-        self.not_here: Mapping[Partition, int] = {}
-        """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
+        self.executors_up_to: Mapping[Partition, int] = {}
+        """Before these offsets only executors read: a message there may have killed an earlier driver."""
         self.traces: TraceSample | None = None
         """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
         self._sizes: Accumulator[Sizes] | None = None
@@ -240,43 +240,43 @@ class RoundContext:
         self.sinks.look_again()
         self._slow[partition] = SUSPECT_ROUNDS
 
-    def plan(self, span: OffsetRanges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
+    def plan(self, planned: OffsetRanges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
         return TaskPlan(
             sink=self.sinks.prepared(columns, generation),
-            ranges=dict(span.ranges),
-            log_ends=dict(span.log_ends),
+            ranges=dict(planned.ranges),
+            log_ends=dict(planned.log_ends),
             required=self.job.reducing.required,
             max_dead=self.job.max_dead,
-            dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
-            behind=self._shares(span, state),
+            dead={partition: state.letters(partition) for partition in planned.ranges if state.letters(partition)},
+            behind=self._shares(planned, state),
             suspects=frozenset(self._suspects),
             lenient=frozenset(state.lenient),
             slow=frozenset(self._slow),
         )
 
-    def _shares(self, span: OffsetRanges, state: RoundState) -> Behind | None:
+    def _shares(self, planned: OffsetRanges, state: RoundState) -> Behind | None:
         """Return what each task may put aside by itself: in sum, no more than ``max_dead`` still allows."""
-        if not state.dead_keys or not span.ranges:
+        if not state.dead_keys or not planned.ranges:
             return None
         left = max(0, self.job.max_dead - len(state.dead) - state.behind)
-        return Behind(state.dead_keys, left // len(span.ranges))
+        return Behind(state.dead_keys, left // len(planned.ranges))
 
-    def short(self, span: OffsetRanges) -> bool:
-        """Return whether the driver may read the ranges: few messages, and none that may have killed a driver."""
-        if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
+    def driver_may_read(self, planned: OffsetRanges) -> bool:
+        """Return whether the driver may read the ranges itself: few messages, none that may have killed a driver."""
+        if any(one.start < self.executors_up_to.get(partition, 0) for partition, one in planned.ranges.items()):
             return False
-        return sum(one.end - one.start for one in span.ranges.values()) <= self._few
+        return sum(one.end - one.start for one in planned.ranges.values()) <= self._few
 
-    def source(self, span: OffsetRanges, without: spark.Offsets) -> spark.Source:
+    def source(self, planned: OffsetRanges, without: spark.Offsets) -> spark.Source:
         """Return the ranges' messages as Spark rows, except those at the offsets in ``without``."""
-        return spark.of_ranges(self.session, self.job, self.task_decoder, span.ranges, without, self._patient())
+        return spark.of_ranges(self.session, self.job, self.task_decoder, planned.ranges, without, self._patient())
 
     def letters(self, letters: Sequence[RetryRecord]) -> spark.Source:
         return spark.of_letters(self.session, self.job, self.task_decoder, letters)
 
-    def by_ranges(self, span: OffsetRanges, do: OfRange, schema: str) -> DataFrame:
+    def by_ranges(self, planned: OffsetRanges, do: OfRange, schema: str) -> DataFrame:
         """Return the results of a function for each range, with one task per range."""
-        partitions = sorted(span.ranges)
+        partitions = sorted(planned.ranges)
         run = functools.partial(task.with_reader, do, partitions, self._patient())
         return spark.by_ranges(self.session, len(partitions), run, schema)
 

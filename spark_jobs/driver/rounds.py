@@ -37,7 +37,7 @@ from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.behind import DeadKeys, offsets_behind
+from spark_jobs.task.behind import KeysToLetters, offsets_behind
 from spark_jobs.task.feed import rejected_from, rejected_text
 from spark_jobs.task.partition import TaskResult
 from spark_jobs.task.reader import RangeReader, kept
@@ -56,7 +56,7 @@ FAILED_ALONE: Final = 3
 _PLACES: Final = "topic string, partition int, offset long"
 
 
-class _DeadKeys:
+class _DeadKeyCache:
     """The keys of a group's dead letters, kept between rounds: reading 100,000 of them takes 100 ms.
 
     | what happens                       | what follows                                                                |
@@ -66,7 +66,7 @@ class _DeadKeys:
     | abandoned has applied a range      | know                                                                        |
     | dead letters are retried           | the keys are read again                                                     |
     | the last one of a key is discarded | the key is kept: its next message is put behind nothing, which the next     |
-    |                                    | ``GroupStore.state`` finds; it is retried, and the keys are read again      |
+    |                                    | ``PostgresGroupStore.state`` finds; it is retried; the keys are read again  |
 
     So there may be too many keys, which costs a detour, and never too few, which would cost the order.
     """
@@ -105,59 +105,56 @@ class Rounds:
         self._store = context.store
         self._most_retried = RETRIED_AT_ONCE
         self._spans = RoundSpans(context)
-        self._dead_keys = _DeadKeys(context.store, context.job.topics)
+        self._dead_keys = _DeadKeyCache(context.store, context.job.topics)
         self.counts = Counts()
         """The figures of the last round or retry: of what it has applied, also if it raised after that."""
 
-    def apply(self, span: OffsetRanges, generation: int) -> Counts:
+    def apply(self, planned: OffsetRanges, generation: int) -> Counts:
         """Apply the ranges. What has been applied when it raises is in ``counts``.
 
         Raises Fenced, EffectFailed, BadMessage and, when the JVM has ended, ConsumerError itself, which end the job.
         All other errors may be temporary: the classes of task.FAILURES, WorkerLost, and psycopg's errors if the
         driver's own session fails.
         """
-        with self._round(job_groups.described(span.ranges), span.ranges) as counts:
+        with self._round(job_groups.described(planned.ranges), planned.ranges) as counts:
             try:
-                self._apply(span, counts, generation)
+                self._apply(planned, counts, generation)
             except _TooManyBehind:
-                self._apply_in_pieces(span, counts, generation)
+                self._apply_in_pieces(planned, counts, generation)
         return counts
 
-    def _apply(self, span: OffsetRanges, counts: Counts, generation: int, at_fault: int = 0) -> int:
+    def _apply(self, planned: OffsetRanges, counts: Counts, generation: int, at_fault: int = 0) -> int:
         """Apply ranges. ``at_fault``: messages at fault in earlier pieces. Returns the new total."""
         state = RoundState(counts=counts, at_fault=at_fault)
         self._context.begin()
         try:
             if self._job.keep_order:
-                self._handle_dead_keys(state, span)
-            left = span
+                self._handle_dead_keys(state, planned)
+            left = planned
             while left.ranges:
                 results = self._attempt(left, state, generation)
-                left = left.only(self._settle(left, results, state, generation))
+                left = left.only(self._handle_outcomes(left, results, state, generation))
         except BaseException:
             self._dead_keys.forget()
             raise
         self._dead_keys.add(state.dead.values())
         return at_fault + _number_at_fault(letter.record for letter in state.dead.values())
 
-    def _apply_in_pieces(self, span: OffsetRanges, counts: Counts, generation: int) -> None:
-        """Apply ranges in pieces, because more than ``max_dead`` messages wait behind dead letters.
-
-        The first piece has ``max_dead`` offsets.
-        """
+    def _apply_in_pieces(self, planned: OffsetRanges, counts: Counts, generation: int) -> None:
+        """Apply ranges in pieces, because more messages wait behind dead letters than ``max_dead``."""
         most, at_fault = self._job.max_dead, 0
-        while (left := span.remaining(self._store.stored(self._job.topics))).ranges:
+        while (left := planned.remaining(self._store.stored(self._job.topics))).ranges:
             try:
                 at_fault = self._apply(left.first(most), counts, generation, at_fault)
                 most *= 2
             except _TooManyBehind:
-                if most <= self._job.max_dead:
-                    raise
+                # A piece of max_dead offsets has no more messages than max_dead.
+                assert most > self._job.max_dead
                 most = self._job.max_dead
 
     @contextmanager
     def _round(self, shown: str, partitions: Collection[Partition]) -> Iterator[Counts]:
-        """Begin the figures, the span and the Spark jobs of a round, with this description."""
+        """Begin the figures, the tracing span and the Spark jobs of a round, with this description."""
         self.counts = Counts()
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, shown)
@@ -231,23 +228,23 @@ class Rounds:
             counts.duplicates += results.read - results.fresh if not found else 0
             counts.read += results.read if not found else 0
         if self._job.keep_order:
-            found = found + _followers(letters, found)
+            found = found + _behind_failed(letters, found)
         return [(at[record.place], record) for record in found]
 
-    def _attempt(self, span: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
+    def _attempt(self, planned: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
         """Return the results of one attempt. A row that does not decode ends it for all of its ranges."""
         self._context.forget_times()
         try:
             with failures.understood():
-                return self._attempts.attempt(span, state, generation)
+                return self._attempts.attempt(planned, state, generation)
         except failures.Undecoded as error:
-            rejected = self._context.undecoded(self._context.source(span, state.dead_offsets()))
+            rejected = self._context.undecoded(self._context.source(planned, state.dead_offsets()))
             if not rejected:
                 raise _not_deterministic() from error
-            return span.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
+            return planned.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
 
-    def _settle(  # noqa: C901  one case for each outcome
-        self, span: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
+    def _handle_outcomes(  # noqa: C901  one case for each outcome
+        self, planned: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to retry. Raises errors that end the round."""
         again: list[Partition] = []
@@ -259,10 +256,10 @@ class Rounds:
                 case RangeOutcome.APPLIED:
                     self._context.note_delays(partition, one)
                     self._count(state, partition, one)
-                    self._note_size(state, partition, span.ranges[partition], one.size)
+                    self._note_size(state, partition, planned.ranges[partition], one.size)
                 case RangeOutcome.ALREADY:
                     self._dead_keys.forget()
-                    self._note_size(state, partition, span.ranges[partition], one.size)
+                    self._note_size(state, partition, planned.ranges[partition], one.size)
                 case RangeOutcome.EMPTY:
                     empty.append(partition)
                 case RangeOutcome.REJECTED:
@@ -288,10 +285,10 @@ class Rounds:
                 case _:
                     assert_never(one.outcome)
         if empty and not ends:
-            self._step_over(span.only(empty), state, generation)
+            self._step_over(planned.only(empty), state, generation)
         self._raise_if_ending(results, rejected)
         if rejected:
-            self._make_dead_letters(state, span.only(again), rejected)
+            self._make_dead_letters(state, planned.only(again), rejected)
         return again
 
     def _raise_if_ending(self, results: Mapping[Partition, TaskResult], rejected: Sequence[RejectedRecord]) -> None:
@@ -334,22 +331,22 @@ class Rounds:
         state.counts.read += dead
         state.counts.dead += dead
 
-    def _step_over(self, span: OffsetRanges, state: RoundState, generation: int) -> None:
+    def _step_over(self, planned: OffsetRanges, state: RoundState, generation: int) -> None:
         try:
-            task.step_over(self._context.plan(span, state, generation, {}), list(span.ranges))
+            task.step_over(self._context.plan(planned, state, generation, {}), list(planned.ranges))
         except task.RangeStopped as stop:
             raise ENDING[stop.outcome](stop.detail) from stop
-        for partition, range_ in span.ranges.items():
+        for partition, range_ in planned.ranges.items():
             self._count_dead(state, partition)
             self._note_size(state, partition, range_)
 
-    def _make_dead_letters(self, state: RoundState, span: OffsetRanges, rejected: Sequence[RejectedRecord]) -> None:
+    def _make_dead_letters(self, state: RoundState, planned: OffsetRanges, rejected: Sequence[RejectedRecord]) -> None:
         """Make dead letters of rejected messages and, with keep_order, of the later messages of their keys."""
         for record in rejected:
             if record.place in state.dead:
                 raise EffectFailed(f"{_text(record.place)} was named again after it had been taken out: {record.error}")
         self._check_number(state, rejected)
-        letters = self._read_whole(span, {record.place: record for record in rejected})
+        letters = self._read_whole(planned, {record.place: record for record in rejected})
         state.dead |= letters
         if self._job.keep_order:
             keys: dict[str, dict[bytes, MessageRef | None]] = {}
@@ -357,44 +354,44 @@ class Rounds:
                 # The tasks put aside the messages of keys in ``dead_keys``.
                 if letter.key is not None and letter.key not in state.dead_keys.get(place[0], ()):
                     keys.setdefault(place[0], {})[letter.key] = place
-            self._add_followers(state, span, keys)
+            self._add_behind(state, planned, keys)
 
-    def _handle_dead_keys(self, state: RoundState, span: OffsetRanges) -> None:
+    def _handle_dead_keys(self, state: RoundState, planned: OffsetRanges) -> None:
         """Make dead letters of what is behind those of earlier rounds, or have the tasks put it aside, if they can."""
         keys = self._dead_keys.by_topic()
-        if self._attempts.finds_followers:
+        if self._attempts.finds_behind:
             state.dead_keys = keys
         else:
             # A transform must not see these messages, so they are looked for beforehand.
-            self._add_followers(state, span, {topic: dict.fromkeys(some) for topic, some in keys.items()})
+            self._add_behind(state, planned, {topic: dict.fromkeys(some) for topic, some in keys.items()})
 
-    def _add_followers(self, state: RoundState, span: OffsetRanges, keys: DeadKeys) -> None:
+    def _add_behind(self, state: RoundState, planned: OffsetRanges, keys: KeysToLetters) -> None:
         """Make dead letters of the messages that are behind dead letters of these keys."""
         if not keys:
             return
         without = state.dead_offsets()
-        find = functools.partial(_followers_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
-        if self._context.short(span):
+        find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(planned.ranges), without)
+        if self._context.driver_may_read(planned):
             with kept(self._context.reading) as reader:
-                rows = [row for part in span.ranges for batch in find(reader, part) for row in batch.to_pylist()]
+                rows = [row for part in planned.ranges for batch in find(reader, part) for row in batch.to_pylist()]
             places = [(row["topic"], row["partition"], row["offset"]) for row in rows]
         else:
             # Limited only after filtering: messages before the dead letter must not use up the limit.
             most = self._job.max_dead + 1
-            places = [tuple(row) for row in self._context.by_ranges(span, find, _PLACES).limit(most).collect()]
+            places = [tuple(row) for row in self._context.by_ranges(planned, find, _PLACES).limit(most).collect()]
         found = {place: RejectedRecord(place, "behind", BEHIND) for place in places}
         if found:
             self._check_number(state, list(found.values()))
-            state.dead |= self._read_whole(span, found)
+            state.dead |= self._read_whole(planned, found)
 
     def _read_whole(
-        self, span: OffsetRanges, rejected: Mapping[MessageRef, RejectedRecord]
+        self, planned: OffsetRanges, rejected: Mapping[MessageRef, RejectedRecord]
     ) -> dict[MessageRef, DeadLetter]:
         """Read messages in full. Raises EffectFailed if one is no longer there."""
         narrow: dict[Partition, Range] = {}
         for topic, part in {place[:2] for place in rejected}:
             offsets = [place[2] for place in rejected if place[:2] == (topic, part)]
-            narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
+            narrow[topic, part] = replace(planned.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
         found: dict[MessageRef, DeadLetter] = {}
         with kept(self._context.reading) as reader:
             for partition, range_ in narrow.items():
@@ -414,22 +411,23 @@ class Rounds:
         """Raise EffectFailed if too many messages are at fault, and _TooManyBehind if too many wait behind these."""
         most = self._job.max_dead
         records = [*(letter.record for letter in state.dead.values()), *more]
-        at_fault = state.at_fault + _number_at_fault(records)
-        if max(at_fault, len(records) + state.behind) > most:
-            raise (_TooManyBehind if at_fault <= most and most else EffectFailed)(
-                f"more than {most} messages of one round can't be applied (max_dead), for example: "
-                f"{more[0].error}. Nothing of their partitions was applied; if these messages are to become dead "
-                "letters, raise max_dead"
-            )
+        text = (
+            f"more than {most} messages of one round can't be applied (max_dead), for example: {more[0].error}. "
+            "Nothing of their partitions was applied; if these messages are to become dead letters, raise max_dead"
+        )
+        if state.at_fault + _number_at_fault(records) > most or not most:
+            raise EffectFailed(text)
+        if len(records) + state.behind > most:
+            raise _TooManyBehind
 
 
 def _number_at_fault(records: Iterable[RejectedRecord]) -> int:
     return sum(record.reason != "behind" for record in records)
 
 
-def _followers_in(
+def _behind_in(
     incoming: Incoming,
-    keys: DeadKeys,
+    keys: KeysToLetters,
     ranges: Mapping[Partition, Range],
     without: spark.Offsets,
     reader: RangeReader,
@@ -457,7 +455,7 @@ def _not_deterministic() -> EffectFailed:
     )
 
 
-def _followers(letters: Sequence[RetryRecord], failed: Sequence[RejectedRecord]) -> list[RejectedRecord]:
+def _behind_failed(letters: Sequence[RetryRecord], failed: Sequence[RejectedRecord]) -> list[RejectedRecord]:
     """Return the letters that come after a failed one of the same key."""
     at = {one.place: one for one in letters}
     first = {record.place: at[record.place] for record in failed}

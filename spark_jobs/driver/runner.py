@@ -86,9 +86,8 @@ class Runner:
     session    or a function that starts it, for ``once``: called when there is something to apply, and before the group
                is taken over. If Spark can't start, the driver that has the group goes on.
     report     called with what happens.
-    caught_up  called by ``continuous`` when there was nothing to do, with the time by the monotonic clock at which it
-               began to look.
-    behind     called as a round begins, with the next offset of each partition in which messages wait, and
+    caught_up  called by ``continuous`` when there was nothing to do, with the monotonic time at which it began to look.
+    lagging    called as a round begins, with the next offset of each partition in which messages wait, and
                the partitions that it reads; among both are those without a leader, in which messages may wait.
     delays     where the delays of what is applied are counted.
     """
@@ -100,7 +99,7 @@ class Runner:
         options: Options,
         report: Report,
         caught_up: Callable[[float], None] | None = None,
-        behind: Callable[[Mapping[Partition, int], Collection[Partition]], None] | None = None,
+        lagging: Callable[[Mapping[Partition, int], Collection[Partition]], None] | None = None,
         delays: TopicDelays | None = None,
     ) -> None:
         if not job.topics:
@@ -132,7 +131,7 @@ class Runner:
         self._started, self._ended = time.monotonic(), 0.0
         self._patience = Patience(None)
         self._caught_up = caught_up or (lambda _: None)
-        self._behind = behind or (lambda *_: None)
+        self._lagging = lagging or (lambda *_: None)
 
     def __enter__(self) -> Self:
         return self
@@ -159,15 +158,15 @@ class Runner:
             if targets is None:
                 if callable(self._session) and self._something_waits() and self._start_spark():
                     # That took a while: look again, and whether to stop.
-                    return False
+                    return True
                 targets = self._look(self._begin())[1]
                 self._announce(targets)
-            return not self._round(targets)
+            return self._round(targets)
 
-        done = False
+        more = True
         with self._running():
-            while not done and not stop.is_set():
-                done = self._waiting_for_servers(step, stop, self._options.patience)
+            while more and not stop.is_set():
+                more = self._waiting_for_servers(step, stop, self._options.patience)
         return self.totals
 
     def continuous(self, stop: threading.Event, every: float = 0.0) -> Totals:
@@ -178,12 +177,12 @@ class Runner:
         with self._running():
             while not stop.is_set():
                 began = time.monotonic()
-                nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
-                if nothing_left and not (self._leaderless or self._added.waiting) and not stop.is_set():
+                more = self._waiting_for_servers(lambda: self._round(None), stop, None)
+                if not more and not (self._leaderless or self._added.waiting) and not stop.is_set():
                     self._caught_up(began)
                 if every:
                     self._pause(began + every, stop)
-                elif nothing_left:
+                elif not more:
                     self._idle(stop)
         return self.totals
 
@@ -239,8 +238,7 @@ class Runner:
     def _start_spark(self) -> bool:
         """Start Spark, if it has not been; the time is no part of the figures. Returns whether it has started now."""
         began = time.monotonic()
-        started = self._context.start_spark()
-        if started:
+        if started := self._context.start_spark():
             self._started += time.monotonic() - began
         return started
 
@@ -260,45 +258,11 @@ class Runner:
         # Read before Kafka's ends, which are then at or beyond the stored offsets.
         stored, retry_waits = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
         ids, known = self._look(generation, stored if targets is None else ())
-        if self._store.was_killed and not self._context.not_here:
-            # A message that crashes a library would end this driver like the one before. In a worker it would not.
+        if self._store.predecessor_did_not_end and not self._context.executors_up_to:
+            # Only executors read up to the present log ends: a message there may have crashed that driver.
             ends = {partition: there.end for partition, there in known.items()}
-            self._context.not_here = ends | dict.fromkeys(self._leaderless, 2**63)
-        bounds = known if targets is None else _until(targets, known, stored)
-        with self._recorded(generation):
-            halt(self._kafka.regrown(stored, known), self._job.group)
-            chosen = self._chosen_starts(stored, bounds)
-            new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
-            fresh, limits = self._added.ready(new, stored, bounds, ids, generation, self._leaderless)
-            if fresh:
-                starts = None if chosen is None else {partition: chosen[partition] for partition in fresh}
-                self._store.add(fresh, ids, generation, starts)
-                if starts:
-                    shown = {f"{topic}-{part}": offset for (topic, part), offset in sorted(starts.items())}
-                    self._report("the group begins", {"start": self._job.start, "offsets": shown})
-                # The others as they were before Kafka was asked: a task that was given up may still move one.
-                stored = {**self._store.stored(self._job.topics), **stored}
-            if targets is not None:
-                # A partition added while ``once`` runs is left to the next run; the ends of this one are fixed.
-                stored = {partition: here for partition, here in stored.items() if partition in bounds or fresh}
-            turn = self._turn = self._last_read() if self._turn is None else self._turn
-            ranges = plan(
-                stored,
-                limited(bounds, limits, stored),
-                ids,
-                self._options.max_records,
-                self._job.group,
-                turn=turn,
-                row_bytes=self._row_bytes,
-                max_bytes=self._options.max_bytes,
-            )
-            behind = {
-                partition: here.next_offset
-                for partition, here in stored.items()
-                if partition in self._leaderless or (partition in known and here.next_offset < known[partition].end)
-            }
-            behind |= dict.fromkeys((self._leaderless | self._added.waiting) - stored.keys(), 0)
-            self._behind(behind, ranges.keys() | self._leaderless)
+            self._context.executors_up_to = ends | dict.fromkeys(self._leaderless, 2**63)
+        stored, ranges = self._plan(generation, stored, ids, known, targets)
         if (ranges or retry_waits) and self._start_spark():
             # This came after the look before the take-over.
             return True
@@ -312,37 +276,82 @@ class Runner:
                     self._count(self._rounds.counts, began)
         if not ranges:
             # Beyond the ends of rounds: a partition may have moved up to the next message, or the log's end.
-            further = {
-                partition: here.next_offset
-                for partition, here in stored.items()
-                if self._shown.get(partition, here.next_offset) < here.next_offset
-            }
+            reached = {partition: here.next_offset for partition, here in stored.items()}
+            further = {one: offset for one, offset in reached.items() if self._shown.get(one, offset) < offset}
             if further:
                 self._show_position(further)
             return more
         ranges = self._search.narrowed(ranges)
-        # Set before the round, so that a partition that fails does not block those behind it.
-        self._turn = next_turn(turn, ranges)
+        # Set before the round, so that a partition that fails does not block those after it.
+        self._turn = next_turn(self._turn or (), ranges)
         self._apply(OffsetRanges(ranges, {partition: known[partition].end for partition in ranges}), generation)
         return True
 
-    def _apply(self, span: OffsetRanges, generation: int) -> None:
+    def _plan(
+        self,
+        generation: int,
+        stored: dict[Partition, StoredOffset],
+        ids: Mapping[str, str],
+        known: Mapping[Partition, OffsetBounds],
+        targets: Mapping[Partition, OffsetBounds] | None,
+    ) -> tuple[dict[Partition, StoredOffset], dict[Partition, Range]]:
+        """Return the stored offsets, with those of new partitions, which it adds, and the ranges to read."""
+        bounds = known
+        if targets is not None:
+            listed = {partition: there for partition, there in known.items() if partition in targets}
+            bounds = limited(listed, {partition: there.end for partition, there in targets.items()}, stored)
+        with self._recorded(generation):
+            halt(self._kafka.regrown(stored, known), self._job.group)
+            chosen = self._chosen_starts(stored, bounds)
+            new = new_partitions(stored, bounds, ids, self._job.group, chosen=chosen is not None)
+            fresh, limits = self._added.ready(new, stored, bounds, ids, generation, self._leaderless)
+            if fresh:
+                self._store.add(fresh, ids, generation, chosen)
+                if chosen:
+                    shown = {f"{topic}-{part}": chosen[topic, part] for topic, part in sorted(fresh)}
+                    self._report("the group begins", {"start": self._job.start, "offsets": shown})
+                # The others as they were before Kafka was asked: a task that was given up may still move one.
+                stored = {**self._store.stored(self._job.topics), **stored}
+            if targets is not None:
+                # A partition added while ``once`` runs is left to the next run; the ends of this one are fixed.
+                stored = {partition: here for partition, here in stored.items() if partition in bounds or fresh}
+            self._turn = self._last_read() if self._turn is None else self._turn
+            ranges = plan(
+                stored,
+                limited(bounds, limits, stored),
+                ids,
+                self._options.max_records,
+                self._job.group,
+                turn=self._turn,
+                row_bytes=self._row_bytes,
+                max_bytes=self._options.max_bytes,
+            )
+            lagging = {
+                partition: here.next_offset
+                for partition, here in stored.items()
+                if partition in self._leaderless or (partition in known and here.next_offset < known[partition].end)
+            }
+            lagging |= dict.fromkeys((self._leaderless | self._added.waiting) - stored.keys(), 0)
+            self._lagging(lagging, ranges.keys() | self._leaderless)
+        return stored, ranges
+
+    def _apply(self, planned: OffsetRanges, generation: int) -> None:
         """Apply the ranges of a round, and record the result."""
         began = time.monotonic()
         try:
-            counts = self._rounds.apply(span, generation)
+            counts = self._rounds.apply(planned, generation)
         except BaseException as error:
             # What other partitions have committed stays applied.
             if self._rounds.counts.passed:
                 self._note_sizes(self._rounds.counts)
                 self._count(self._rounds.counts, began)
             if isinstance(error, ConsumerError):
-                self._record_failure(span.ranges, error)
+                self._record_failure(planned.ranges, error)
             raise
-        self._search.passed(span.ranges)
+        self._search.passed(planned.ranges)
         self._note_sizes(counts)
         self._count(counts, began)
-        self._show_position({partition: one.end for partition, one in span.ranges.items()})
+        self._show_position({partition: one.end for partition, one in planned.ranges.items()})
 
     def _show_position(self, ends: Mapping[Partition, int]) -> None:
         """Show the group's position to Kafka's own tools, without waiting for the answer: nothing reads it back."""
@@ -444,10 +453,10 @@ class Runner:
         self._report("round", {**self.totals.as_dict(), "passed": counts.passed, "round_seconds": seconds})
 
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
-        """Run a step, repeating it while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
+        """Return what a step returns, repeating it while servers are away; False if it was stopped meanwhile."""
         self._patience = Patience(patience)
         self._refused_since = None
-        result = wait_for_servers(
+        more = wait_for_servers(
             step,
             self._patience,
             self._report,
@@ -456,7 +465,7 @@ class Runner:
             longest=self._options.max_backoff_seconds,
             progressed=self._progressed,
         )
-        return result is None or result
+        return bool(more)
 
     def _progressed(self, error: Exception) -> bool:
         """Return whether the next round reads less than the one that failed. Raises an error that lasts too long."""
@@ -476,13 +485,3 @@ class Runner:
             finally:
                 close_kept(self._job.group)
         self._report_shown(self._kafka.lag_shown(self._job.group))
-
-
-def _until(
-    targets: Mapping[Partition, OffsetBounds],
-    known: Mapping[Partition, OffsetBounds],
-    stored: Mapping[Partition, StoredOffset],
-) -> dict[Partition, OffsetBounds]:
-    """Return the bounds of the targets' partitions, limited to the targets."""
-    listed = {partition: there for partition, there in known.items() if partition in targets}
-    return limited(listed, {partition: there.end for partition, there in targets.items()}, stored)

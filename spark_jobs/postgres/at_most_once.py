@@ -4,7 +4,7 @@ To a task, and to a round with ``atomic="batch"``, it looks like the other one: 
 
     fence     compare the offset, without a lock
     remember  load the rows; what can't be loaded is named before anything is given up
-    move      in a second session: lock the offset, compare, move, give up, COMMIT
+    move      in a second session: lock the offset, compare, move, mark as unconfirmed, COMMIT
     apply     confirm, which locks the offset; the effect, once; COMMIT
 
 | crash point                                          | result                                                       |
@@ -64,7 +64,7 @@ class AtMostOnceTransaction(PostgresTransaction):
         if found_at(self._group, self.cursor.connection, partition, span, self._sink.generation, lock=False):
             return True
         with self._session() as connection:
-            lost = self._group.lose(connection, self._sink.generation, partition, span.start)
+            lost = self._group.lose_unconfirmed(connection, self._sink.generation, partition, span.start)
         if lost:
             raise EffectError(
                 f"{partition[0]}-{partition[1]} from offset {span.start} on is recorded as lost: an attempt had given "
@@ -82,11 +82,11 @@ class AtMostOnceTransaction(PostgresTransaction):
         with self._session() as connection:
             if not found_at(self._group, connection, partition, span, self._sink.generation):
                 raise OffsetMoved(partition, span.end)
-            self._group.lose(connection, self._sink.generation, partition)
+            self._group.lose_unconfirmed(connection, self._sink.generation, partition)
             self._group.record_losses(connection, [given_up(letter.record, span.topic_id) for letter in moved.dead])
             move(self._group, connection, moved)
             if moved.fresh:
-                self._group.give_up(connection, partition, span.start, span.end, 0)
+                self._group.mark_unconfirmed(connection, partition, span.start, span.end, 0)
 
     def apply(self) -> None:
         """Confirm what was given up, and run the effect once. Raises EffectError."""
@@ -103,14 +103,14 @@ class AtMostOnceTransaction(PostgresTransaction):
                 _LOG.error("%s-%d offset %d was given up: %s", *one.place, one.error)
                 topic_id = self._ahead[partition][0].topic_id
                 self._group.record_losses(connection, [given_up(one, topic_id)])
-                self._group.move(connection, partition, None, applied=-1)
+                self._group.take_back(connection, partition, applied=1)
 
     def ended(self) -> None:
         """Record what was given up as lost, unless it is confirmed. To be called behind an error."""
         # Where it can't be recorded now, the next range or claim does.
         with suppress(psycopg.Error), self._session() as connection:
             for partition, (span, _) in sorted(self._ahead.items()):
-                self._group.lose(connection, self._sink.generation, partition, span.start)
+                self._group.lose_unconfirmed(connection, self._sink.generation, partition, span.start)
 
     def _session(self) -> AbstractContextManager[psycopg.Connection[Any]]:
         return connections.transaction(self._sink.url, self._name, reset=False)

@@ -18,7 +18,7 @@ from psycopg import sql
 
 from outbox.consumer import connections
 from outbox.consumer.errors import JobError
-from outbox.consumer.groups import STORED, GroupStore
+from outbox.consumer.groups import STORED, GroupRows
 from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, RETRIED, DeadLetterStore, RetryRecord
 from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
@@ -115,10 +115,10 @@ class PostgresGroupStore:
         self.url = url
         self.schema = schema
         self.group = group
-        self.rows = GroupStore(schema, group, owner)
+        self.rows = GroupRows(schema, group, owner)
         """The group's rows, in a transaction of the caller's."""
         self._name = lock_monitor.names(group)[0]
-        self.was_killed = False
+        self.predecessor_did_not_end = False
         """After ``take_over``: the previous driver is still running, or was killed."""
         self._letters = DeadLetterStore(schema, group)
         self._below: int | None = None
@@ -149,7 +149,7 @@ class PostgresGroupStore:
         """
         with self.transaction() as connection:
             before = self._run(connection, _ENDED).fetchone()
-            self.was_killed = before is not None and not before[0]
+            self.predecessor_did_not_end = before is not None and not before[0]
             generation = self.rows.claim_all(connection, strategy, atomic)
             if strategy == AT_MOST_ONCE:
                 # Behind the claim, which waits for consumers that write dead letters.

@@ -14,7 +14,7 @@ import psycopg
 from outbox._clients.pipeline import pipeline
 from outbox.consumer import connections
 from outbox.consumer.errors import OffsetMoved
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.letters import DeadLetterStore
 from outbox.consumer.model import ClaimedOffset, MessageRef, Partition, Range, RetryRequest
 from outbox.consumer.postgres_errors import of_postgres
@@ -120,7 +120,7 @@ class PostgresTransaction:
 
     def __init__(self, sink: PostgresSink, cursor: psycopg.Cursor[Any], most: int) -> None:
         self._sink = sink
-        self._group = GroupStore(sink.schema, sink.group)
+        self._group = GroupRows(sink.schema, sink.group)
         self._letters = DeadLetterStore(sink.schema, sink.group)
         self.cursor = cursor
         self._most = most
@@ -203,7 +203,7 @@ class PostgresTransaction:
 
 
 def found_at(
-    group: GroupStore,
+    group: GroupRows,
     connection: psycopg.Connection[Any],
     partition: Partition,
     span: Range,
@@ -224,7 +224,7 @@ def found_at(
 
 
 def move(
-    group: GroupStore, connection: psycopg.Connection[Any], moved: Move, *, applied: int = 0, dead: int = 0
+    group: GroupRows, connection: psycopg.Connection[Any], moved: Move, *, applied: int = 0, dead: int = 0
 ) -> None:
     group.move(
         connection,

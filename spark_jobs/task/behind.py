@@ -13,12 +13,12 @@ from outbox.consumer.model import MessageRef, RejectedRecord
 if TYPE_CHECKING:
     from spark_jobs.task.incoming import Incoming, Messages
 
-DeadKeys = Mapping[str, Mapping[bytes, MessageRef | None]]
+KeysToLetters = Mapping[str, Mapping[bytes, MessageRef | None]]
 """Topic → key → dead letter. Behind it are the later messages of its partition, and all messages of the key in other
 partitions. None stands for a dead letter of an earlier round: all messages of the key are behind it."""
 
 
-def offsets_behind(keys: DeadKeys, messages: Messages) -> list[int]:
+def offsets_behind(keys: KeysToLetters, messages: Messages) -> list[int]:
     """Return the offsets of the messages that come after a dead letter of their key."""
     dead = keys.get(messages.topic, {})
     found = []

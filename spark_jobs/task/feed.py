@@ -20,7 +20,7 @@ class Feed:
     """Iterates over a partition's batches: counts the rows, and takes out and names those that can't be applied.
 
     max_dead  RejectedRecords is raised as soon as there are more of them than this: the rest need not be read.
-    aside     messages that are not among the rows, added during the iteration; see Behind. ``share`` of them may be
+    behind    messages that are not among the rows, added during the iteration; see Behind. ``share`` of them may be
               put aside without asking the driver.
     """
 
@@ -29,7 +29,7 @@ class Feed:
         required: Sequence[str],
         batches: Iterable[pa.RecordBatch],
         max_dead: int,
-        aside: Sequence[DeadLetter] = (),
+        behind: Sequence[DeadLetter] = (),
         share: int = 0,
     ) -> None:
         self._required = required
@@ -37,7 +37,7 @@ class Feed:
         self._share = share
         self._batches = batches
         self._found: dict[MessageRef, RejectedRecord] = {}
-        self.aside = aside
+        self.behind = behind
         self.rows = self.size = 0
 
     @property
@@ -52,7 +52,7 @@ class Feed:
     def whole(self) -> Iterator[pa.RecordBatch]:
         """Return the batches. Raises RejectedRecords at the end if there are any."""
         yield from self
-        more = [letter.record for letter in self.aside] if len(self.aside) > self._share else []
+        more = [letter.record for letter in self.behind] if len(self.behind) > self._share else []
         if found := [*self.found, *more]:
             raise RejectedRecords(found[: self._max_dead + 1])
 

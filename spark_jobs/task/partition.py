@@ -146,7 +146,7 @@ class TaskPlan:
     decoder   decodes the messages, for a task that reads Kafka and applies what it reads.
     behind    what such a task puts aside in addition to ``dead``: messages that nothing has read before it.
     tasks     the partition of each Spark task, for rows that Spark has processed.
-    here      whether the driver does the task's work, in the session that it has.
+    in_driver  whether the driver does the task's work, in the session that it has.
     """
 
     sink: Sink
@@ -161,7 +161,7 @@ class TaskPlan:
     decoder: TaskDecoder | None = None
     behind: Behind | None = None
     tasks: Mapping[int, Partition] = field(default_factory=dict)
-    here: bool = False
+    in_driver: bool = False
 
     def partition(self) -> Partition:
         """Return the partition of the current Spark task; or of the range, if there is only one."""
@@ -278,7 +278,7 @@ def apply_in_driver(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]
 
     An error that a task would raise is reported as BROKEN: the other ranges are tried, and counted, all the same.
     """
-    plan = replace(plan, here=True)
+    plan = replace(plan, in_driver=True)
     results: dict[Partition, TaskResult] = {}
     for partition, messages in read.items():
         try:
@@ -357,30 +357,30 @@ class _All:
 
 def _fed(plan: TaskPlan, parts: Iterable[Messages]) -> Feed:
     assert plan.decoder is not None
-    aside: list[DeadLetter] = []
-    rows = plan.decoder.copyable(_ahead(plan, parts, aside))
-    return Feed(plan.required, rows, plan.max_dead, aside, 0 if plan.behind is None else plan.behind.share)
+    behind: list[DeadLetter] = []
+    rows = plan.decoder.copyable(_ahead(plan, parts, behind))
+    return Feed(plan.required, rows, plan.max_dead, behind, 0 if plan.behind is None else plan.behind.share)
 
 
-def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[DeadLetter]) -> Iterator[Messages]:
-    """Return the messages that are not behind a dead letter; add the others to ``aside``. Raises RejectedRecords."""
+def _ahead(plan: TaskPlan, parts: Iterable[Messages], behind: list[DeadLetter]) -> Iterator[Messages]:
+    """Return the messages that are not behind a dead letter; add the others to ``behind``. Raises RejectedRecords."""
     assert plan.decoder is not None
     for messages in parts:
         if plan.behind is None:
             yield messages
             continue
-        most = plan.max_dead + 1 - len(aside)
-        taken, behind = plan.behind.divided(plan.decoder.incoming.chosen(messages), most, plan.decoder.incoming)
-        aside += behind
-        if len(aside) > plan.max_dead:
-            raise RejectedRecords([letter.record for letter in aside])
-        yield taken
+        most = plan.max_dead + 1 - len(behind)
+        others, more = plan.behind.divided(plan.decoder.incoming.chosen(messages), most, plan.decoder.incoming)
+        behind += more
+        if len(behind) > plan.max_dead:
+            raise RejectedRecords([letter.record for letter in behind])
+        yield others
 
 
 def _apply_feed(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
     where, span = _where(plan, partition), plan.ranges[partition]
     try:
-        with stopping(where), plan.sink.transaction(where, source, most=plan.max_dead, here=plan.here) as into:
+        with stopping(where), plan.sink.transaction(where, source, most=plan.max_dead, here=plan.in_driver) as into:
             if not into.fence(partition, span):
                 # Rolled back, because COMMIT requires that the input was read to its end.
                 into.rollback()
@@ -395,14 +395,14 @@ def _apply_feed(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskIn
 
 
 def _moved(plan: TaskPlan, partition: Partition, feed: Feed, fresh: int, source: TaskInput[Any]) -> Move:
-    dead = (*plan.dead.get(partition, ()), *feed.aside)
+    dead = (*plan.dead.get(partition, ()), *feed.behind)
     span, log_end = plan.ranges[partition], plan.log_ends.get(partition)
     return Move(partition, span, log_end, feed.rows, fresh, dead, source.reached)
 
 
 def _applied(feed: Feed, fresh: int, committed: float | None) -> TaskResult:
-    aside = len(feed.aside)
-    return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh, behind=aside, size=feed.size, committed=committed)
+    behind = len(feed.behind)
+    return TaskResult(RangeOutcome.APPLIED, feed.rows, fresh, behind=behind, size=feed.size, committed=committed)
 
 
 def _of_one(partition: Partition, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

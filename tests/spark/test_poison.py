@@ -106,7 +106,7 @@ def test_a_message_that_always_runs_into_the_statement_limit_is_named_and_the_ot
     bench.limit("statement_timeout", "1s")
     behind: list[dict[tuple[str, int], int]] = []
     runner = bench.runner(job(topic, slow), driver_records=0, verdict_seconds=0.1, max_backoff_seconds=0.2)
-    runner._behind = lambda offsets, _turn: behind.append(offsets)
+    runner._lagging = lambda offsets, _turn: behind.append(offsets)
     driver = drive(runner)
     report = "a partition stands still"
     found = wait_until(lambda: dict(bench.reports).get(report), 240, "the message to be named")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import psycopg
 from consumer_group import COLUMNS, ConsumerGroup, numbered
 
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from spark_jobs.dedup.strategies import OffsetsOnly
 from spark_jobs.postgres.at_most_once import AtMostOnceTransaction
 from spark_jobs.task import partition as task
@@ -26,9 +26,9 @@ from spark_jobs.task.input import in_memory
 
 POINTS = {
     # Before the COMMIT of the move, and behind it; confirmed, and no effect; behind the effect, before its COMMIT.
-    "given-up": (GroupStore, "give_up"),
+    "given-up": (GroupRows, "mark_unconfirmed"),
     "moved": (AtMostOnceTransaction, "move"),
-    "confirmed": (GroupStore, "confirm"),
+    "confirmed": (GroupRows, "confirm"),
     "applied": (AtMostOnceTransaction, "apply"),
 }
 

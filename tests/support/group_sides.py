@@ -185,7 +185,7 @@ class OnInbox:
             part.add(message)
         try:
             self.applier._attempt(
-                part, part.strikes, lambda connection: self._count(connection, part, batch), self.applier._postpone
+                part, part.strikes, lambda connection: self._count(connection, part, batch), self.applier._apply_later
             )
         except MessageFailed as failed:
             part.position = before

@@ -18,16 +18,16 @@ from typing import Any
 
 import psycopg
 
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.inbox import Consumer, KafkaMessage, Reject
 from outbox.inbox._assigned import Assigned
 from outbox.inbox._at_most_once import AtMostOnceApplier
 
 POINTS = {
     # Before the first COMMIT, and after it; in the second transaction; after the second COMMIT.
-    "given-up": (GroupStore, "give_up"),
+    "given-up": (GroupRows, "mark_unconfirmed"),
     "between": (Assigned, "moved"),
-    "confirming": (GroupStore, "confirm"),
+    "confirming": (GroupRows, "confirm"),
     "handled": (AtMostOnceApplier, "_call"),
     "applied": (AtMostOnceApplier, "_count"),
 }

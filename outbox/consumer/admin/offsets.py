@@ -28,7 +28,7 @@ from psycopg.rows import dict_row
 from outbox.consumer.admin.moves import Move, Wanted, after_losses, gone, move, refuse_outside, refuse_some, target
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
-from outbox.consumer.groups import CLAIM_ALL, GroupStore
+from outbox.consumer.groups import CLAIM_ALL, GroupRows
 from outbox.consumer.kafka_admin import KafkaAdmin, TopicMissing, TopicSnapshot
 from outbox.consumer.losses import kind_of
 from outbox.consumer.model import LossKind, OffsetBounds, Partition, StoredOffset
@@ -351,7 +351,7 @@ class Offsets:
                 groups, found = self._fence(values, new=asked.new)
                 generation = groups[0]["generation"]
             forgotten = groups[0]["forgotten_before"] if groups else None
-            known = GroupStore(self._schema, asked.group).stored(self._connection, [asked.topic])
+            known = GroupRows(self._schema, asked.group).stored(self._connection, [asked.topic])
             stored = {part: here for (_, part), here in known.items()}
             losses: dict[int, list[tuple[str, int]]] = {}
             for row in self._rows(_OPEN, **values):
@@ -397,7 +397,7 @@ class Offsets:
         if not raised:
             self._no_such_group(str(values["grp"]))
         self._rows(CLAIM_ALL, **values, generation=raised[0]["generation"])
-        found = GroupStore(self._schema, str(values["grp"])).lose(self._connection, raised[0]["generation"])
+        found = GroupRows(self._schema, str(values["grp"])).lose_unconfirmed(self._connection, raised[0]["generation"])
         return raised, found
 
     def _no_such_group(self, group: str) -> None:

@@ -31,7 +31,7 @@ from task_sink import Sink as NumbersSink
 
 from outbox._app.prometheus import serve
 from outbox.consumer.errors import DataLost, Fenced, Interrupted
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.letters import DeadLetter, DeadLetterStore
 from outbox.consumer.losses import given_up
 from outbox.consumer.model import RejectedRecord
@@ -71,7 +71,7 @@ class Consumer:
         self._registry = CollectorRegistry()
         self._registry.register(self._metrics)
         options = Options(self._url, kafka, patience=30.0, max_backoff_seconds=0.2)
-        self.runner = Runner(None, job, options, self._report, self._health.succeeded, self._health.behind)
+        self.runner = Runner(None, job, options, self._report, self._health.succeeded, self._health.lagging)
         self.runner._rounds.apply = self._step_over
         if address is not None:
             serve(address, self._registry, "consumer.metrics_address", self._health.look)
@@ -154,7 +154,7 @@ def test_a_group_has_given_up_messages(operator, driver):
     wait_until(lambda: "ConsumerLosses" not in alerts(), 120, "no alert")
     with psycopg.connect(driver.url) as connection:
         found = given_up(RejectedRecord((driver.topic, 0, 1), "failed", "refused"), "id")
-        GroupStore("consumer", GROUP).record_losses(connection, [found])
+        GroupRows("consumer", GROUP).record_losses(connection, [found])
     # A look that took long is followed by a rest.
     wait_until(lambda: "ConsumerLosses" in alerts(), 120, "the alert")
     assert "message 1 was given up" in operator.look("outbox offsets show", GROUP=GROUP).text

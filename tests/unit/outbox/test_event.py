@@ -146,8 +146,8 @@ def test_event_id_is_a_uuid7_of_now_or_the_one_given():
     age = dt.datetime.now(dt.UTC).timestamp() - (first.int >> 80) / 1000
     assert -1 < age < 60
     own = uuid.uuid4()
-    assert made(event_id=own).event_id == id_of(made(event_id=own)) == id_of(made(event_id=own), late=True) == own
-    assert id_of(given, late=True).version == 4
+    assert made(event_id=own).event_id == id_of(made(event_id=own)) == id_of(made(event_id=own), dated=False) == own
+    assert id_of(given, dated=False).version == 4
 
 
 # --- types that become topics ----------------------------------------------------------------------------------------

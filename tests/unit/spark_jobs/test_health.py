@@ -60,9 +60,9 @@ def test_a_server_that_is_away_is_shown_since_when_and_why(consumer):
 
 def test_a_partition_that_stands_is_named_while_the_others_move(consumer):
     both = {("orders", 0), ("orders", 1)}
-    consumer.health.behind({("orders", 0): 7, ("orders", 1): 100}, both)
+    consumer.health.lagging({("orders", 0): 7, ("orders", 1): 100}, both)
     consumer.now += LIMIT - 1
-    consumer.health.behind({("orders", 0): 7, ("orders", 1): 200}, {("orders", 1)})
+    consumer.health.lagging({("orders", 0): 7, ("orders", 1): 200}, {("orders", 1)})
     consumer.health.observe("round", {"read": 100})
     assert consumer.health.look().ready
     consumer.now += 1
@@ -73,22 +73,22 @@ def test_a_partition_that_stands_is_named_while_the_others_move(consumer):
     ]
     assert not consumer.health.look().ready
     # It moves, and then nothing waits in it, for however long.
-    consumer.health.behind({("orders", 0): 8}, both)
+    consumer.health.lagging({("orders", 0): 8}, both)
     assert consumer.lines()[1] == "[+]partitions ok"
-    consumer.health.behind({}, ())
+    consumer.health.lagging({}, ())
     consumer.now += 2 * LIMIT
-    consumer.health.behind({("orders", 0): 8}, both)
+    consumer.health.lagging({("orders", 0): 8}, both)
     assert consumer.lines()[1] == "[+]partitions ok"
 
 
 def test_a_partition_that_waits_for_its_turn_does_not_stand(consumer):
     for _ in range(2):
-        consumer.health.behind({("orders", 0): 7}, ())
+        consumer.health.lagging({("orders", 0): 7}, ())
         consumer.now += LIMIT
         consumer.health.observe("round", {"read": 100})
         assert consumer.lines()[1] == "[+]partitions ok"
     # From its turn on it does, in the rounds of others too.
-    consumer.health.behind({("orders", 0): 7}, [("orders", 0)])
+    consumer.health.lagging({("orders", 0): 7}, [("orders", 0)])
     consumer.now += LIMIT
-    consumer.health.behind({("orders", 0): 7}, ())
+    consumer.health.lagging({("orders", 0): 7}, ())
     assert consumer.lines()[1] == "[-]partitions failed: orders-0 stands at offset 7 for 300 s"

@@ -15,7 +15,7 @@ from group_sides import BAD, BEGIN, Bench, Side, bench, messages
 from support import wait_until
 
 from outbox.consumer.errors import Fenced
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.errors import ConfigurationError
 
 __all__ = ["bench"]
@@ -63,13 +63,13 @@ def test_the_first_commit_is_durable_before_the_effect_whatever_the_default_is(b
     """Otherwise a server that stops at once forgets the position, and its messages have their effect again."""
     [(name,)] = bench.run("SELECT current_database()")
     bench.run(f'ALTER DATABASE "{name}" SET synchronous_commit = {default}')
-    give_up, seen = GroupStore.give_up, []
+    mark, seen = GroupRows.mark_unconfirmed, []
 
     def noting(self: Any, connection: Any, *arguments: Any) -> None:
-        give_up(self, connection, *arguments)
+        mark(self, connection, *arguments)
         seen.extend(connection.execute("SHOW synchronous_commit").fetchone())
 
-    monkeypatch.setattr(GroupStore, "give_up", noting)
+    monkeypatch.setattr(GroupRows, "mark_unconfirmed", noting)
     most = bench.side(at_most_once=True)
     most.claim()
     most.apply_at_most_once(messages(1, 2))

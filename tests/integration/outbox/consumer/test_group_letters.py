@@ -14,7 +14,7 @@ from group_sides import BAD, BEGIN, TOPIC, TOPIC_ID, Bench, Message, Side, bench
 from writer_targets import round_trips
 
 from outbox.consumer.errors import Fenced
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.model import Loss, LossKind
 
 __all__ = ["bench", "side"]
@@ -228,6 +228,6 @@ def test_a_loss_is_recorded_once_grows_and_is_open_until_it_is_accepted(bench, s
 
 def test_no_loss_costs_no_round_trip(outbox_postgres, tmp_path):
     with outbox_postgres.connect() as connection:
-        store = GroupStore("consumer", "billing")
+        store = GroupRows("consumer", "billing")
         connection.execute("SELECT 1")
         assert round_trips(connection, tmp_path / "trace", lambda: store.record_losses(connection, [])) == 0

@@ -18,7 +18,7 @@ from support import wait_until
 from uuid_utils.compat import uuid7
 
 from outbox import ConfigurationError, Event, Outbox
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.progress import progress
 from outbox.inbox import Consumer, Reject, _member
 
@@ -162,7 +162,7 @@ def test_a_partition_that_was_out_of_range_is_read_on_from_where_an_operator_say
 
 def test_a_new_topic_is_added_at_once(log):
     """A partition that another member claims later is no added one, which would begin at 0."""
-    group = GroupStore("consumer", log.group, "one")
+    group = GroupRows("consumer", log.group, "one")
     starts = {(log.topic, 0): ("id", 5), (log.topic, 1): ("id", 7)}
     with log.database.connect() as connection:
         for place, begin in (((log.topic, 0), 5), ((log.topic, 1), 7)):

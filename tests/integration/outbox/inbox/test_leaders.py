@@ -13,7 +13,7 @@ from inbox_support import Log, Running
 from support import wait_until
 
 from outbox.consumer import kafka_admin
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.stalled import StalledPartition
 from outbox.inbox import KafkaFailed, _member
 from outbox.inbox._kafka import Admin
@@ -103,7 +103,7 @@ def test_all_that_have_leaders_again_are_claimed_together(outbox_postgres, outbo
         member.wait(lambda: log.count() == 12, "the effects")
     produced()
     led = threading.Event()
-    look, claim = Admin.look, GroupStore.claim
+    look, claim = Admin.look, GroupRows.claim
     whole: list[bool] = []
     claims: list[list[int]] = []
 
@@ -112,12 +112,12 @@ def test_all_that_have_leaders_again_are_claimed_together(outbox_postgres, outbo
         ids, bounds = look(admin, *arguments)
         return ids, {at: there for at, there in bounds.items() if whole[-1] or at[1] == 0}
 
-    def claimed(group: GroupStore, connection: Any, partitions: Any, *more: Any) -> Any:
+    def claimed(group: GroupRows, connection: Any, partitions: Any, *more: Any) -> Any:
         claims.append(sorted(part for _, part in partitions))
         return claim(group, connection, partitions, *more)
 
     monkeypatch.setattr(Admin, "look", looked)
-    monkeypatch.setattr(GroupStore, "claim", claimed)
+    monkeypatch.setattr(GroupRows, "claim", claimed)
     with log.consuming() as member:
         # Two for the first one, with the check of its log, and then one for each attempt.
         member.wait(lambda: len(whole) >= 4, "attempts")

@@ -83,7 +83,7 @@ def test_the_others_are_read_until_its_leader_is_back(read):
         if len(behind) == 4:
             stop.set()
 
-    driver.runner._behind = note
+    driver.runner._lagging = note
     driver.runner._caught_up = caught_up.append
     assert driver.step() == {0: (3, 8)}
     one, other = (driver.topic, 0), (driver.topic, 1)
@@ -122,7 +122,7 @@ def test_one_that_has_had_no_leader_since_it_was_added_keeps_no_other_waiting(re
     driver.send(2, 4)
     behind = []
     kill_the_first(driver, cluster)
-    driver.runner._behind = lambda offsets, turn: behind.append((dict(offsets), set(turn)))
+    driver.runner._lagging = lambda offsets, turn: behind.append((dict(offsets), set(turn)))
     for part, first in ((0, 3), (0, 8)):
         driver.send(part, 5)
         wait_until(lambda first=first: driver.step() == {0: (first, first + 5)}, what="the messages of the first one")

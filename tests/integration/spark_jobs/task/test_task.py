@@ -21,7 +21,7 @@ import pytest
 from consumer_group import NOON, event_id
 from task_sink import WAYS, Sink, sink
 
-from outbox.consumer.groups import GroupStore
+from outbox.consumer.groups import GroupRows
 from outbox.consumer.model import ClaimedOffset, Partition
 from spark_jobs import ids as identity
 from spark_jobs.dedup import processed, strategies
@@ -187,10 +187,10 @@ def test_promise(sink: Sink, check: Callable[[Sink], None], way: str) -> None:
 
 def fence_without(compared: str) -> Callable[..., None]:
     """Return a fence that takes one part of the stored offset as it is."""
-    fence = GroupStore.fence
+    fence = GroupRows.fence
 
     def blind(
-        self: GroupStore, connection: psycopg.Connection[Any], place: Partition, here: ClaimedOffset, *, lock: bool
+        self: GroupRows, connection: psycopg.Connection[Any], place: Partition, here: ClaimedOffset, *, lock: bool
     ) -> None:
         query = f"SELECT {compared} FROM consumer.offsets WHERE grp = %s AND topic = %s AND part = %s FOR UPDATE"
         [(stored,)] = connection.execute(query.encode(), (self.name, *place))
@@ -216,10 +216,10 @@ BOTH = ("batch", "direct")
 # A guard that is taken out, the ways that rely on it, the check that must find it, and what that sees in place of what
 # was promised.
 MUTATIONS: dict[str, tuple[tuple[str, ...], object, str, Any, Callable[[Sink], None], object]] = {
-    "any generation": (BOTH, GroupStore, "fence", fence_without("generation"), fenced, ("applied", [1], 1)),
-    "any start offset": (BOTH, GroupStore, "fence", ANY_START, behind_the_group, PASSED_OVER),
-    "a range again": (("batch",), GroupStore, "fence", ANY_START, applied_before, ("applied", [1, 1, 2, 2], 2)),
-    "any topic id": (("batch",), GroupStore, "fence", fence_without("topic_id"), another_topic, ("applied", [1])),
+    "any generation": (BOTH, GroupRows, "fence", fence_without("generation"), fenced, ("applied", [1], 1)),
+    "any start offset": (BOTH, GroupRows, "fence", ANY_START, behind_the_group, PASSED_OVER),
+    "a range again": (("batch",), GroupRows, "fence", ANY_START, applied_before, ("applied", [1, 1, 2, 2], 2)),
+    "any topic id": (("batch",), GroupRows, "fence", fence_without("topic_id"), another_topic, ("applied", [1])),
     "no ids": (BOTH, processed, "copy_ids", lambda *_: None, repeated, AGAIN),
     "no ids by SQL": (("lenient",), strategies, "_REMEMBER", NO_SQL, repeated, AGAIN),
     "no others' ids": (("batch",), processed, "copy_ids", lambda *_: None, repeated_by_another_partition, (1, [1, 1])),

@@ -159,7 +159,7 @@ def test_credentials_that_are_refused_at_a_claim_end_the_member_once_that_lasts(
         for _ in range(100):
             # Its claim is in doubt, and due.
             member._parts["t", 0] = Assigned(("t", 0), None, set(), 0)
-            member._claim_again()
+            member._reclaim_due()
 
     with closing(member), pytest.raises(KafkaFailed):
         claim_again()
