@@ -73,7 +73,7 @@ class Lane:
     """One lane. A new lease begins a new record.
 
     ``unsettled``: what Kafka has acknowledged (without a transaction) and Postgres may not have settled. The source has
-    the same as ``SettledLane.pending``; this copy survives a source that is closed after a failure.
+    the same as ``SettledLane.unsettled``; this copy survives a source that is closed after a failure.
 
     For turn_sizes.py: ``taken`` is the number of its events in the last turn, ``full`` whether they were as many as it
     might have; ``suspected``: so many of its next events were refused, or may be what was; ``limit``: the size of its

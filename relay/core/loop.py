@@ -327,7 +327,7 @@ class WorkerLoop:
         self._handle_failed(failed)
 
     def _pause(self, source: Source, lanes: Collection[int]) -> list[int]:
-        """Settle what is pending of lanes that are paused from now on, and make the source read nothing of them.
+        """Settle lanes that are paused from now on, and make the source read nothing of them.
 
         Returns the lanes for which that succeeded.
         """
@@ -454,7 +454,7 @@ class WorkerLoop:
     # Letting go
 
     def _let_go(self, lanes: Collection[int]) -> None:
-        """Settle what is pending of these lanes, and let go of them; when stopped, even if that fails."""
+        """Settle these lanes, and let go of them; when stopped, even if that fails."""
         failed = {} if self._source is None else self._source.flush(lanes)
         if not self._stop.is_set():
             kept = {number: failed[number] for number in failed.keys() & lanes if self.lanes[number].unsettled}

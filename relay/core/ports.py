@@ -311,10 +311,10 @@ class Source(Protocol):
         """Start reading a lane."""
 
     def drop(self, lane: int) -> None:
-        """Forget a lane and what is pending of it."""
+        """Forget a lane and its unsettled events."""
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
-        """Settle what is pending, and return up to ``limits[lane]`` events of each of these lanes."""
+        """Settle the turns before, and return up to ``limits[lane]`` events of each of these lanes."""
 
     def confirm(self, deadline: float) -> Mapping[int, OutboxError]:  # noqa: ARG002
         """Wait until readers may see the fetched events, at most until ``deadline`` by time.monotonic().
@@ -340,7 +340,7 @@ class Source(Protocol):
         """Record each lane's result; refused events at once. Returns lanes that failed, as in ``Fetched.failed``."""
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
-        """Settle what is pending of these lanes durably. Returns as ``settle`` does."""
+        """Settle these lanes durably. Returns as ``settle`` does."""
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
         """Wait for events of these lanes, at most about ``seconds``, or until ``stop``. Returns whether to fetch."""
