@@ -154,7 +154,7 @@ class Supervisor:
             grown=self._components.grown(),
             source_problem=self._source_problem,
         )
-        lanes = [lease.lane for lease in held if obeyed.holds(lease.lane)]
+        lanes = [lease.lane for lease in held if obeyed.covers(lease.lane)]
         return replace(health, paused_lanes=lanes, paused_topics=sorted(obeyed.topics))
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:

@@ -158,7 +158,7 @@ class WorkerLoop:
         self._publisher.serve()
         self._join(self._publisher)
         ready = self.lanes.ready()
-        paused = {number for number in ready if self._pauses.obeyed.holds(number)}
+        paused = {number for number in ready if self._pauses.obeyed.covers(number)}
         source.go_on_without(self.lanes.absent())
         quiet = self._pause(source, paused)
         # They do not fail, whatever becomes of the others: a pause leaves a relay ready.
@@ -410,7 +410,7 @@ class WorkerLoop:
         """Wait until there may be something to do."""
         if self._publisher is not None:
             self._publisher.serve()
-        lanes = [number for number in self.lanes.ready() if not self._pauses.obeyed.holds(number)]
+        lanes = [number for number in self.lanes.ready() if not self._pauses.obeyed.covers(number)]
         seconds = self._settings.max_idle_seconds
         if self._source is None or not lanes:
             self._stop.wait(min(seconds, 0.05))

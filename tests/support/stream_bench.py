@@ -371,7 +371,7 @@ class Outboxed:
         return self.stream._session
 
     def held_back(self) -> int:
-        return self.session()._held_events
+        return self.session()._buffered_events
 
     def nothing_left(self) -> None:
         """Nothing is held of the stream, not even a note."""
