@@ -274,8 +274,8 @@ class TracedPublisher(Publisher):
                 trace.write("committed", lane, began, ids=positions(receipt.published.rows), batch=batch)
         return sent
 
-    def paused(self) -> frozenset[Kind]:
-        return self._publisher.paused()
+    def unpublishable_kinds(self) -> frozenset[Kind]:
+        return self._publisher.unpublishable_kinds()
 
     def serve(self) -> None:
         self._publisher.serve()

@@ -170,7 +170,7 @@ class WorkerLoop:
             if quiet:
                 self._succeeded(quiet)
             return False
-        source.leave_out(self._publisher.paused())
+        source.leave_out(self._publisher.unpublishable_kinds())
         began = time.monotonic()
         fetched = source.fetch(limits)
         read_seconds = time.monotonic() - began

@@ -325,7 +325,7 @@ class Source(Protocol):
         return {}
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not fetch events of these kinds from now on; see Publisher.paused."""
+        """Do not fetch events of these kinds from now on; see Publisher.unpublishable_kinds."""
 
     def go_on_without(self, lanes: Collection[int]) -> None:
         """Do not let other lanes wait for these, which have failed for long."""
@@ -367,7 +367,7 @@ class Publisher(Protocol):
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
         """Publish and wait for the acknowledgements. No reader may see any of it before ``confirm`` has returned."""
 
-    def paused(self) -> frozenset[Kind]:
+    def unpublishable_kinds(self) -> frozenset[Kind]:
         """Return the kinds of events that can't be published at present because of their topic."""
 
     def serve(self) -> None:

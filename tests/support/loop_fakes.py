@@ -302,7 +302,7 @@ class OnePublisher:
             self.broker.log += [item.position for item in receipt.published.rows]
         return sent
 
-    def paused(self) -> frozenset[Any]:
+    def unpublishable_kinds(self) -> frozenset[Any]:
         return self.broker.paused
 
     def serve(self) -> None:

@@ -183,7 +183,7 @@ class Producer:
                 sent.append(claim)
         return sent, refused
 
-    def paused(self) -> frozenset[Kind]:
+    def unpublishable_kinds(self) -> frozenset[Kind]:
         return frozenset()
 
     def serve(self) -> None: ...
