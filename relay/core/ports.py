@@ -201,12 +201,13 @@ class LaneLost(OutboxError):
 class Fetched:
     """The result of a source's fetch for one turn.
 
-    ``failed`` are lanes whose events must not be published now: with LaneLost another relay has the lane, with any
-    other error it has to be taken over again. ``known`` is False while the source can't tell whether there are events
-    (the stream is not read yet): finding none is then no success. ``settling`` are lanes whose previous turn is
-    being settled while these events are published; the following ``settle`` returns the result. ``unconfirmed``: only
-    ``Source.confirm`` returns all of that, including whether leases are valid and the events durable; no reader may
-    see them before. ``retried`` are the lanes whose events have been refused before.
+    failed       lanes whose events must not be published now: with LaneLost another relay has the lane, with any other
+                 error it has to be taken over again.
+    known        False while nothing is known of events (the stream is not read yet): finding none is then no success.
+    settling     lanes whose previous turn is settled while this one is published; the next ``settle`` has the result.
+    unconfirmed  only ``Source.confirm`` tells whether the previous turn is settled, the leases are valid and the events
+                 durable: no reader may see the events before.
+    retried      lanes whose events have been refused before.
     """
 
     batches: Batches = field(default_factory=dict)
@@ -295,14 +296,15 @@ class TakeoverStore(Protocol):
 class Source(Protocol):
     """The source of the events of a worker's lanes.
 
-    Contract: ``fetch`` returns unsettled events in the order of publishing, and returns the same ones again until they
-    are settled. They are durable in Postgres, and the lane's lease was checked after they were read; or, if ``fetch``
-    says so, both hold only after ``confirm``. ``settle`` takes results in fetch order; polling settles row by row, a
-    WAL source can only confirm a contiguous prefix. Settling is durable after the next ``fetch`` or ``flush``; or, if
-    ``fetch`` reports the lane as ``settling``, after the following ``settle``. All raise Unavailable, SchemaError
-    or StateLost; then the caller closes the source. After a SchemaError or StatementCutShort of ``settle`` or ``flush``
-    it may instead drop and hold the lane, and settle it later, or in smaller parts. ``fetch`` may also raise
-    ConfigurationError, which ends the relay.
+    The contract:
+
+    1. ``fetch`` returns unsettled events in the order of publishing, and the same ones again until they are settled.
+    2. They are durable, and the lane's lease was checked after they were read; if ``unconfirmed``, after ``confirm``.
+    3. ``settle`` takes results in fetch order. Polling settles row by row, a WAL source only a contiguous prefix.
+    4. Settling is durable after the next ``fetch`` or ``flush``; of lanes in ``settling`` after the next ``settle``.
+    5. All raise Unavailable, SchemaError or StateLost; then the caller closes the source. After a SchemaError or
+       StatementCutShort of ``settle`` or ``flush`` it may instead drop and hold the lane, and settle it later, or in
+       smaller parts. ``fetch`` may also raise ConfigurationError, which ends the relay.
     """
 
     store: TakeoverStore
