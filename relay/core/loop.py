@@ -208,8 +208,7 @@ class WorkerLoop:
                 return seconds
             healthy, settling = set(), set()
         last = self._joined_of(fetched.batches, retried)
-        apart = 0 < len(last) < len(fetched.batches)
-        if apart and not self.lanes.outlast(last, self._settings.delivery_seconds):
+        if 0 < len(last) < len(fetched.batches) and not self.lanes.outlast(last, self._settings.delivery_seconds):
             # The next fetch renews the leases.
             self._retries_apart = False
         elif last:
@@ -334,8 +333,7 @@ class WorkerLoop:
     def _pause(self, source: Source, lanes: Collection[int]) -> list[int]:
         """Settle lanes that are paused from now on, and make the source read nothing of them.
 
-        Returns the lanes for which that succeeded. They do not fail, whatever becomes of the others: a pause leaves a
-        relay ready.
+        Returns the lanes for which that succeeded. A pause leaves a relay ready, whatever becomes of other lanes.
         """
         new = [number for number in lanes if not self.lanes[number].paused]
         if not lanes and not any(lane.paused for lane in self.lanes.values()):

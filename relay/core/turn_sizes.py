@@ -199,26 +199,22 @@ class TurnSizes:
     def completed(self, lanes: AbstractSet[int]) -> None:
         """Let sizes grow after clean turns, and clear suspects of which all was published."""
         if self._suspects_turn:
-            alone = len(lanes) == 1
             for number in lanes & self._lanes.keys():
                 lane = self._lanes[number]
                 lane.suspected = max(lane.suspected - lane.taken, 0)
                 lane.limit = max(min(lane.suspected // 2, lane.limit * 2), 1)
                 if not lane.suspected:
                     self.forget([number])
-                    if alone:
+                    if len(lanes) == 1:
                         # Together it was refused, and in parts it is not: the turns are too large.
                         self._shrink(self._limit, self._most_lanes or len(self._lanes))
         elif self._limit < self._batch_size or self._most_lanes is not None:
             self._clean += 1
             if self._clean >= _GROW_AFTER:
                 self._clean = 0
-                self._grow()
-
-    def _grow(self) -> None:
-        self._limit = min(self._limit * 2, self._batch_size)
-        if self._most_lanes is not None:
-            self._most_lanes = self._most_lanes * 2 if self._most_lanes * 2 < len(self._lanes) else None
+                self._limit = min(self._limit * 2, self._batch_size)
+                if self._most_lanes is not None:
+                    self._most_lanes = self._most_lanes * 2 if self._most_lanes * 2 < len(self._lanes) else None
 
 
 def _before(claims: Sequence[Claim], position: int | None) -> int | None:
