@@ -299,7 +299,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
             cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
             pauses = _paused(read(_PAUSES, "pauses", "relays", "lanes") or ())
             now = Pauses.of((one.number, one.scope.kind, one.scope.name) for one in pauses)
-            lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES, "lanes") or ()]
+            lanes = [LaneState(**row, paused=now.covers(row["lane"])) for row in read(_LANES, "lanes") or ()]
             verified = [Verified(**row) for row in read(_VERIFIED, "verified") or () if row["topic"] != ALL_TOPICS]
             relays = [RelayState(**row) for row in read(_RELAYS, "relays") or ()]
             counts = ("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds")

@@ -80,7 +80,7 @@ class ProtocolTrace:
         """Without transactions: how the turn ended for each lane, acked or failed, until that is recorded. The source
         may record before that that the turn before is settled."""
         self._acknowledged: dict[int, tuple[str, list[int]]] = {}
-        self._pending: dict[int, set[int]] = {}
+        self._unsettled: dict[int, set[int]] = {}
         self._leases: dict[int, Lease] = {}
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -112,13 +112,13 @@ class ProtocolTrace:
             self._leases[lease.lane] = lease
             self.write("taken", lease.lane, epoch=lease.epoch)
 
-    def settled(self, lane: int, pending: UnsettledBatch) -> None:
+    def settled(self, lane: int, batch: UnsettledBatch) -> None:
         """See PollingSource, ``on_settled``."""
-        rows = positions(pending.rows)
+        rows = positions(batch.rows)
         _, acknowledged = self._acknowledged.get(lane, ("", []))
         if set(rows) & set(acknowledged):
             self._note_acknowledged(lane)
-        self._pending.pop(lane, None)
+        self._unsettled.pop(lane, None)
         self.write("settled", lane, self.since, ids=rows)
 
     def adopted(self, lane: int, marker: Marker | None) -> None:
@@ -140,7 +140,7 @@ class ProtocolTrace:
 
     def _note_acknowledged(self, lane: int) -> None:
         step, rows = self._acknowledged.pop(lane)
-        known = self._pending.setdefault(lane, set())
+        known = self._unsettled.setdefault(lane, set())
         # What could not be settled is given to the next source again.
         if step == "failed" or not known.issuperset(rows):
             known.update(rows)
@@ -274,8 +274,8 @@ class TracedPublisher(Publisher):
                 trace.write("committed", lane, began, ids=positions(receipt.published.rows), batch=batch)
         return sent
 
-    def paused(self) -> frozenset[Kind]:
-        return self._publisher.paused()
+    def unpublishable_kinds(self) -> frozenset[Kind]:
+        return self._publisher.unpublishable_kinds()
 
     def serve(self) -> None:
         self._publisher.serve()

@@ -135,11 +135,12 @@ class Supervisor:
         self._tick_seconds = min(components.lease_seconds / 3, 1.0)
         # How long a lane that can't be settled may hold up the others of a stream.
         self._settle_seconds = STANDING_LEASES * components.lease_seconds
-        self._beat_at = self._forget_at = self._disconnected_at = -1e9
+        self._beat_at: float | None = None
+        self._forget_at = self._disconnected_at = -1e9
         self._reported: frozenset[int] = frozenset()
         self._away_until = 0.0
         self._early_until = 0.0
-        """When the minute would have ended that this relay did not stay away for, as it was alone."""
+        """When the time away would have ended that was cut short because no other relay was alive."""
         self._expired_reminder = Reminder()
 
     def health(self) -> Health:
@@ -154,7 +155,7 @@ class Supervisor:
             grown=self._components.grown(),
             source_problem=self._source_problem,
         )
-        lanes = [lease.lane for lease in held if obeyed.holds(lease.lane)]
+        lanes = [lease.lane for lease in held if obeyed.covers(lease.lane)]
         return replace(health, paused_lanes=lanes, paused_topics=sorted(obeyed.topics))
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
@@ -162,15 +163,11 @@ class Supervisor:
 
         Returns the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
         """
-        log.info(
-            "relay started",
-            instance=self._components.instance,
-            version=self._components.version,
-            **self._components.about,
-        )
-        threading.Thread(target=self._components.first_contact, name="first contact", daemon=True).start()
+        components = self._components
+        log.info("relay started", instance=components.instance, version=components.version, **components.about)
+        threading.Thread(target=components.first_contact, name="first contact", daemon=True).start()
         done = threading.Event()
-        for upkeep in self._components.upkeep:
+        for upkeep in components.upkeep:
             upkeep.start(done, self._health)
         self._worker.start()
         try:
@@ -197,7 +194,7 @@ class Supervisor:
                 return
 
     def _until_tick(self) -> float:
-        """Return the seconds to the next tick: fewer if another relay's session is missed, or ours with lanes."""
+        """Return the seconds until the next tick: few while another session is missed, or lanes are held with none."""
         if self._table is None:
             hurries = self._held.leases and time.monotonic() - self._disconnected_at < _HURRY_SECONDS
             return _BROKEN_SECONDS if hurries else self._tick_seconds
@@ -219,7 +216,7 @@ class Supervisor:
             try:
                 self._keep(self._table)
             except StatementCutShort:
-                # With the leases renewed, we would publish on without knowing the pauses.
+                # The pauses are read in any case: with the leases renewed, we would publish on without knowing them.
                 self._balance(self._table)
                 raise
             self._balance(self._table)
@@ -243,7 +240,7 @@ class Supervisor:
             pooled = not begin_session(connection, components.lease_seconds * LOCK_PART)
             session = lock_session(connection) if components.sends_again and not pooled else None
         # The next beat tells the others of this session, and the next renewal shows whether the lanes are still ours.
-        self._beat_at = -1e9
+        self._beat_at = None
         return LaneTable(
             connection,
             components.schema,
@@ -285,7 +282,7 @@ class Supervisor:
         self._release(table, let_go)
         obeyed = self._components.pauses.obeyed.numbers
         # Three times within a lease, and slightly early, because ticks are not exact.
-        if now - self._beat_at >= self._components.lease_seconds / 3 - self._tick_seconds / 3:
+        if self._beat_at is None or now - self._beat_at >= self._components.lease_seconds / 3 - self._tick_seconds / 3:
             self._beat_and_renew(table)
         elif obeyed != self._reported and not self._away:
             # A command waits for it.
@@ -349,7 +346,7 @@ class Supervisor:
         distribution = table.distribution(self._components.next_due)
         self._note_pauses(table)
         self._note_source(waits=bool(distribution.total and not distribution.lanes))
-        if self._cannot_publish(table, distribution):
+        if self._give_way(table, distribution):
             return
         leases: Sequence[Lease] = []
         if self._components.all_lanes is None:
@@ -391,7 +388,7 @@ class Supervisor:
                 topics=sorted(known.now.topics),
             )
 
-    def _cannot_publish(self, table: LaneTable, distribution: LaneDistribution) -> bool:
+    def _give_way(self, table: LaneTable, distribution: LaneDistribution) -> bool:
         """Release the lanes after a while without success, if another relay is alive, and take none for a minute.
 
         Returns whether we take none now.
@@ -437,9 +434,7 @@ class Supervisor:
         deadline = time.monotonic() + self._components.shutdown_seconds
         self._worker.stopping.set()
         next_tick = 0.0
-        while self._worker.is_alive():
-            if abandon.is_set() or time.monotonic() >= deadline:
-                break
+        while self._worker.is_alive() and not abandon.is_set() and time.monotonic() < deadline:
             if self._table is not None and self._table.broken:
                 self._disconnect()
                 next_tick = 0.0
@@ -463,8 +458,7 @@ class Supervisor:
         try:
             if self._table is None:
                 self._table = self._connect()
-            if self._beat_at < 0:
-                # The first of a session.
+            if self._beat_at is None:
                 self._beat_and_renew(self._table)
             else:
                 self._table.renew(self._held.leases)
@@ -473,7 +467,9 @@ class Supervisor:
             self._disconnect_after(error)
 
     def _sign_off(self, *, abandoned: bool) -> None:
-        """Let go. With a turn ``abandoned``, row and session stay until the process ends: to others it was killed."""
+        """Release the lanes and leave. With a turn ``abandoned``, only lanes that were let go of before are released:
+        the row and the session stay until the process ends, and other relays take this one for killed.
+        """
         try:
             if self._table is None:
                 self._table = self._connect()

@@ -264,7 +264,7 @@ def _source(
         # Otherwise a dead letter that waits longer is lost.
         options["lock_seconds"] = settings.relay.lease_seconds * LOCK_PART
 
-    def held(claim: Claim) -> bool:
+    def must_stay(claim: Claim) -> bool:
         try:
             topics.require_for(kind_of(claim), router.topic(claim))
         except TopicUnusable:
@@ -274,7 +274,7 @@ def _source(
         return False
 
     def new_source(reports: LoopReports) -> Source:
-        source = partial(AtMostOnceSource, on_lost=reports.lost, held=held) if at_most_once else PollingSource
+        source = partial(AtMostOnceSource, on_lost=reports.lost, must_stay=must_stay) if at_most_once else PollingSource
         return source(connect, settings.db_schema, failures, on_dead=reports.dead, **options)
 
     if trace is None:

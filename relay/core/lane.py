@@ -73,11 +73,11 @@ class Lane:
     """One lane. A new lease begins a new record.
 
     ``unsettled``: what Kafka has acknowledged (without a transaction) and Postgres may not have settled. The source has
-    the same as ``SettledLane.pending``; this copy survives a source that is closed after a failure.
+    the same as ``SettledLane.unsettled``; this copy survives a source that is closed after a failure.
 
     For turn_sizes.py: ``taken`` is the number of its events in the last turn, ``full`` whether they were as many as it
-    might have; ``suspected``: so many of its next events were refused, or may be what was; ``limit``: the size of its
-    next turn while there are some.
+    might have; ``suspected``: the number of its next events among which is the refused one, 0 if none is;
+    ``limit``: how many of these its next turn has.
     """
 
     lease: Lease

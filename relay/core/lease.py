@@ -45,8 +45,7 @@ class Lease:
     @property
     def secure(self) -> bool:
         """Return whether the lease can't have expired yet. If not, nothing may be published before it is renewed."""
-        with self._lock:
-            return uptime() < self._until
+        return self.remaining_seconds > 0
 
     @property
     def remaining_seconds(self) -> float:
@@ -80,7 +79,7 @@ class HeldLanes:
         self._let_go: list[LetGo] = []
 
     def give(self, leases: Collection[Lease]) -> None:
-        """Give leases to the loop. If it has a lane already, the former lease was recalled, and not this one."""
+        """Give leases to the loop. A new lease of a lane that it has replaces the old one and cancels its recall."""
         with self._lock:
             for lease in leases:
                 self._leases[lease.lane] = lease
@@ -133,7 +132,7 @@ class HeldLanes:
 
     @property
     def overdue(self) -> Collection[int]:
-        """Those of them that were to be let go of by now, settled or not."""
+        """The recalled lanes that the loop was to let go of by now, settled or not."""
         with self._lock:
             now = uptime()
             return {lane for lane, until in self._recalled.items() if until <= now}

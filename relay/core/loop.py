@@ -55,6 +55,7 @@ from relay.core.ports import (
     BatchRefused,
     BrokerUnavailable,
     Completed,
+    Confirm,
     DatabaseUnavailable,
     DeliveryTimeout,
     Failed,
@@ -62,7 +63,6 @@ from relay.core.ports import (
     LaneLost,
     NotFenced,
     Publisher,
-    Receipt,
     Sent,
     Source,
     StatementCutShort,
@@ -143,34 +143,34 @@ class WorkerLoop:
     # A turn
 
     def _turn(self) -> bool:
-        """Publish one batch of each lane that has one. Returns whether there was anything to publish, or may be now."""
+        """Publish one batch of each lane that has one. Returns whether there was anything to publish, or may be now.
+
+        The order matters. Pauses are read after lanes, as the control loop hands them over before lanes. A lane is
+        joined after ``serve``, which may make a producer for it, and read after both: the read checks the leases.
+        """
         self._take_and_let_go()
-        # The control loop hands over pauses before lanes: read them after the lanes.
         self._pauses.obeyed = self._pauses.now
         if not self.lanes:
             # The stream ends with its lanes; the connections are opened again when lanes come.
             self._close()
             return False
-        source = self._opened()
+        source = self._open_source()
+        self._settle_again(source)
         if self._publisher is None:
             self._publisher = self._new_publisher(source)
-        # Joining may need a producer, and the leases must be checked after both.
         self._publisher.serve()
         self._join(self._publisher)
         ready = self.lanes.ready()
-        paused = {number for number in ready if self._pauses.obeyed.holds(number)}
+        paused = {number for number in ready if self._pauses.obeyed.covers(number)}
         source.go_on_without(self.lanes.failing_long())
-        quiet = self._pause(source, paused)
-        # They do not fail, whatever becomes of the others: a pause leaves a relay ready.
-        if back := self.lanes.succeeded(quiet):
-            self._observer.recovered(back)
+        paused_cleanly = self._pause(source, paused)
         limits = self._sizes.limits([number for number in ready if number not in paused])
         self._observer.turn_limits(*self._sizes.most)
         if not limits:
-            if quiet:
-                self._succeeded(quiet)
+            if paused_cleanly:
+                self._succeeded(paused_cleanly)
             return False
-        source.leave_out(self._publisher.paused())
+        source.leave_out(self._publisher.unpublishable_kinds())
         began = time.monotonic()
         fetched = source.fetch(limits)
         read_seconds = time.monotonic() - began
@@ -197,36 +197,38 @@ class WorkerLoop:
         checks the leases. If they time out, or their leases may not last, they go with the others once: a topic that
         answers nothing is recognized beside others that answer.
         """
-        seconds = 0.0
-        settling = set(fetched.settling)
+        settling, seconds = set(fetched.settling), 0.0
+        confirm = source.confirm if fetched.unconfirmed else None
         retried = set(fetched.retried) if self._retries_apart else set()
         self._retries_apart = True
-        for of_retried in (False, True):
-            # Lanes may have failed or been lost in the first half.
-            batches = {
-                number: batch
-                for number, batch in fetched.batches.items()
-                if (number in retried) is of_retried and number in self.lanes and self.lanes[number].joined
-            }
-            if not batches:
-                continue
-            second = of_retried and len(batches) < len(fetched.batches)
-            if second and not self.lanes.outlast(batches, self._settings.delivery_seconds):
-                # The next fetch renews the leases.
-                self._retries_apart = False
-                break
-            began = time.monotonic()
-            sent = publisher.publish(batches, source.confirm if fetched.unconfirmed else None)
-            self._acknowledged_at = time.monotonic()
-            seconds += self._acknowledged_at - began
-            late = of_retried and isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
+        if others := self._joined_of(fetched.batches, fetched.batches.keys() - retried):
+            sent, seconds = self._send(publisher, others, confirm)
+            self._conclude(sent, source, others, healthy, settling, narrow=True)
+            if publisher is not self._publisher or not isinstance(sent, Completed):
+                return seconds
+            healthy, settling = set(), set()
+        last = self._joined_of(fetched.batches, retried)
+        if 0 < len(last) < len(fetched.batches) and not self.lanes.outlast(last, self._settings.delivery_seconds):
+            # The next fetch renews the leases.
+            self._retries_apart = False
+        elif last:
+            sent, seconds_more = self._send(publisher, last, confirm)
+            seconds += seconds_more
+            late = isinstance(sent, Failed) and isinstance(sent.error, DeliveryTimeout)
             self._retries_apart = not late
             # A timeout of retried events alone does not halve the turns of the others.
-            self._conclude(sent, source, batches, healthy, settling, narrow=not late)
-            healthy, settling = set(), set()
-            if publisher is not self._publisher or not isinstance(sent, Completed):
-                break
+            self._conclude(sent, source, last, healthy, settling, narrow=not late)
         return seconds
+
+    def _joined_of(self, batches: Batches, numbers: Collection[int]) -> Batches:
+        """Return the batches of these lanes, but for lanes that have failed or been lost since they were read."""
+        return {n: batch for n, batch in batches.items() if n in numbers and n in self.lanes and self.lanes[n].joined}
+
+    def _send(self, publisher: Publisher, batches: Batches, confirm: Confirm | None) -> tuple[Sent, float]:
+        began = time.monotonic()
+        sent = publisher.publish(batches, confirm)
+        self._acknowledged_at = time.monotonic()
+        return sent, self._acknowledged_at - began
 
     def _conclude(
         self, sent: Sent, source: Source, batches: Batches, healthy: set[int], settling: set[int], *, narrow: bool
@@ -268,7 +270,7 @@ class WorkerLoop:
             self._settle_recalled()
 
     def _let_go_of_settled(self) -> set[int]:
-        """Let go of recalled lanes. Returns those that have something to settle first."""
+        """Let go of recalled lanes, but for those that have something to settle first, which are returned."""
         recalled = self._held.recalled & self.lanes.keys()
         left = {number for number in recalled if self.lanes[number].unsettled and not self.lanes[number].joined}
         if done := recalled - left:
@@ -276,12 +278,12 @@ class WorkerLoop:
         return left
 
     def _settle_recalled(self) -> None:
-        """Settle what the next holders would send again. Until then lanes are kept, but for those that others wait for,
-        and unless no session can be had: another relay may have one.
+        """Settle the published events of recalled lanes, which the next holders would send again. Lanes are kept until
+        that succeeds, except if they are overdue, or if no session can be had for long: another relay may have one.
         """
         given_up = self._held.overdue
         try:
-            self._opened()
+            self._settle_again(self._open_source())
         except (Unavailable, SchemaError):
             since = self.failing_since
             if self._source is None and since is not None and time.monotonic() - since >= _SESSION_SECONDS:
@@ -291,25 +293,27 @@ class WorkerLoop:
         for number in self._let_go_of_settled() & set(given_up):
             self._drop(number, clean=False, lost=False)
 
-    def _opened(self, *, last: bool = False) -> Source:
-        """Return the source; a new one first settles what its predecessor may not have settled.
-
-        ``last``: each lane is tried once more, as there will be no other time.
-        """
+    def _open_source(self) -> Source:
         if self._source is None:
             source = self._source = self._new_source()
             for lane in self.lanes.values():
                 source.hold(lane.lease)
+        return self._source
+
+    def _settle_again(self, source: Source, *, last: bool = False) -> None:
+        """Settle what former sources may not have settled, of lanes that are due for another attempt.
+
+        ``last``: each lane is tried once more, as there will be no other time.
+        """
         for lane in self.lanes.to_settle(last=last):
             number, began = lane.lease.lane, time.monotonic()
             if number not in self.lanes:
                 continue
-            failed = settle_again(self._source, lane)
+            failed = settle_again(source, lane)
             self._handle_failed(failed, time.monotonic() - began)
             if isinstance(failed.get(number), StatementCutShort) and not last:
                 # The others may wait for locks as well: one in a turn.
                 break
-        return self._source
 
     def _join(self, publisher: Publisher) -> None:
         due = self.lanes.to_join()
@@ -327,9 +331,9 @@ class WorkerLoop:
         self._handle_failed(failed)
 
     def _pause(self, source: Source, lanes: Collection[int]) -> list[int]:
-        """Settle what is pending of lanes that are paused from now on, and make the source read nothing of them.
+        """Settle lanes that are paused from now on, and make the source read nothing of them.
 
-        Returns the lanes for which that succeeded.
+        Returns the lanes for which that succeeded. A pause leaves a relay ready, whatever becomes of other lanes.
         """
         new = [number for number in lanes if not self.lanes[number].paused]
         if not lanes and not any(lane.paused for lane in self.lanes.values()):
@@ -340,7 +344,10 @@ class WorkerLoop:
         for number, lane in self.lanes.items():
             lane.paused = number in lanes and number not in failed
         self._handle_failed(failed)
-        return [number for number in lanes if number not in failed]
+        cleanly = [number for number in lanes if number not in failed]
+        if back := self.lanes.succeeded(cleanly):
+            self._observer.recovered(back)
+        return cleanly
 
     def _handle_failed(self, failed: Mapping[int, OutboxError], waited_seconds: float = 0.0) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later.
@@ -375,7 +382,8 @@ class WorkerLoop:
                 # The turn before may or may not be settled by now.
                 lane.unsettled = lane.unsettled.then(receipt.published) if number in settling else receipt.published
         # Before they are settled: if that fails, they are settled again without a receipt.
-        self._report_published(sent.receipts)
+        if rows := [receipt.published.rows for receipt in sent.receipts.values() if receipt.published.rows]:
+            self._observer.published(rows, self._acknowledged_at)
         began = time.monotonic()
         failed = source.settle(sent.receipts)
         waited_seconds = time.monotonic() - began
@@ -393,10 +401,6 @@ class WorkerLoop:
         self._handle_failed(failed, waited_seconds)
         return failed
 
-    def _report_published(self, receipts: Mapping[int, Receipt]) -> None:
-        if published := [receipt.published.rows for receipt in receipts.values() if receipt.published.rows]:
-            self._observer.published(published, self._acknowledged_at)
-
     def _succeeded(self, healthy: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Other lanes may still wait."""
         self.failing_since, self.has_succeeded = None, True
@@ -410,7 +414,7 @@ class WorkerLoop:
         """Wait until there may be something to do."""
         if self._publisher is not None:
             self._publisher.serve()
-        lanes = [number for number in self.lanes.ready() if not self._pauses.obeyed.holds(number)]
+        lanes = [number for number in self.lanes.ready() if not self._pauses.obeyed.covers(number)]
         seconds = self._settings.max_idle_seconds
         if self._source is None or not lanes:
             self._stop.wait(min(seconds, 0.05))
@@ -454,7 +458,7 @@ class WorkerLoop:
     # Letting go
 
     def _let_go(self, lanes: Collection[int]) -> None:
-        """Settle what is pending of these lanes, and let go of them; when stopped, even if that fails."""
+        """Settle these lanes, and let go of them; when stopped, even if that fails."""
         failed = {} if self._source is None else self._source.flush(lanes)
         if not self._stop.is_set():
             kept = {number: failed[number] for number in failed.keys() & lanes if self.lanes[number].unsettled}
@@ -475,7 +479,7 @@ class WorkerLoop:
         """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""
         try:
             if self.lanes.has_unsettled:
-                self._opened(last=True)
+                self._settle_again(self._open_source(), last=True)
             self._let_go(list(self.lanes))
         except (Unavailable, SchemaError) as error:
             self._observer.unavailable(list(self.lanes), error, 0.0)

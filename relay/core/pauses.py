@@ -100,7 +100,7 @@ class Pauses:
             topics=frozenset(name for _, kind, name in found if kind is ScopeKind.TOPIC),
         )
 
-    def holds(self, lane: int) -> bool:
+    def covers(self, lane: int) -> bool:
         return self.every_lane or lane in self.lanes
 
 

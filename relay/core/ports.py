@@ -201,12 +201,13 @@ class LaneLost(OutboxError):
 class Fetched:
     """The result of a source's fetch for one turn.
 
-    ``failed`` are lanes whose events must not be published now: with LaneLost another relay has the lane, with any
-    other error it has to be taken over again. ``known`` is False while the source can't tell whether there are events
-    (the stream is not read yet): finding none is then no success. ``settling`` are lanes whose previous turn is
-    being settled while these events are published; the following ``settle`` returns the result. ``unconfirmed``: only
-    ``Source.confirm`` returns all of that, including whether leases are valid and the events durable; no reader may
-    see them before. ``retried`` are the lanes whose events have been refused before.
+    failed       lanes whose events must not be published now: with LaneLost another relay has the lane, with any other
+                 error it has to be taken over again.
+    known        False while nothing is known of events (the stream is not read yet): finding none is then no success.
+    settling     lanes whose previous turn is settled while this one is published; the next ``settle`` has the result.
+    unconfirmed  only ``Source.confirm`` tells whether the previous turn is settled, the leases are valid and the events
+                 durable: no reader may see the events before.
+    retried      lanes whose events have been refused before.
     """
 
     batches: Batches = field(default_factory=dict)
@@ -295,14 +296,15 @@ class TakeoverStore(Protocol):
 class Source(Protocol):
     """The source of the events of a worker's lanes.
 
-    Contract: ``fetch`` returns unsettled events in the order of publishing, and returns the same ones again until they
-    are settled. They are durable in Postgres, and the lane's lease was checked after they were read; or, if ``fetch``
-    says so, both hold only after ``confirm``. ``settle`` takes results in fetch order; polling settles row by row, a
-    WAL source can only confirm a contiguous prefix. Settling is durable after the next ``fetch`` or ``flush``; or, if
-    ``fetch`` reports the lane as ``settling``, after the following ``settle``. All raise Unavailable, SchemaError
-    or StateLost; then the caller closes the source. After a SchemaError or StatementCutShort of ``settle`` or ``flush``
-    it may instead drop and hold the lane, and settle it later, or in smaller parts. ``fetch`` may also raise
-    ConfigurationError, which ends the relay.
+    The contract:
+
+    1. ``fetch`` returns unsettled events in the order of publishing, and the same ones again until they are settled.
+    2. They are durable, and the lane's lease was checked after they were read; if ``unconfirmed``, after ``confirm``.
+    3. ``settle`` takes results in fetch order. Polling settles row by row, a WAL source only a contiguous prefix.
+    4. Settling is durable after the next ``fetch`` or ``flush``; of lanes in ``settling`` after the next ``settle``.
+    5. All raise Unavailable, SchemaError or StateLost; then the caller closes the source. After a SchemaError or
+       StatementCutShort of ``settle`` or ``flush`` it may instead drop and hold the lane, and settle it later, or in
+       smaller parts. ``fetch`` may also raise ConfigurationError, which ends the relay.
     """
 
     store: TakeoverStore
@@ -311,10 +313,10 @@ class Source(Protocol):
         """Start reading a lane."""
 
     def drop(self, lane: int) -> None:
-        """Forget a lane and what is pending of it."""
+        """Forget a lane and its unsettled events."""
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
-        """Settle what is pending, and return up to ``limits[lane]`` events of each of these lanes."""
+        """Settle the turns before, and return up to ``limits[lane]`` events of each of these lanes."""
 
     def confirm(self, deadline: float) -> Mapping[int, OutboxError]:  # noqa: ARG002
         """Wait until readers may see the fetched events, at most until ``deadline`` by time.monotonic().
@@ -325,7 +327,7 @@ class Source(Protocol):
         return {}
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not fetch events of these kinds from now on; see Publisher.paused."""
+        """Do not fetch events of these kinds from now on; see Publisher.unpublishable_kinds."""
 
     def go_on_without(self, lanes: Collection[int]) -> None:
         """Do not let other lanes wait for these, which have failed for long."""
@@ -340,7 +342,7 @@ class Source(Protocol):
         """Record each lane's result; refused events at once. Returns lanes that failed, as in ``Fetched.failed``."""
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
-        """Settle what is pending of these lanes durably. Returns as ``settle`` does."""
+        """Settle these lanes durably. Returns as ``settle`` does."""
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
         """Wait for events of these lanes, at most about ``seconds``, or until ``stop``. Returns whether to fetch."""
@@ -367,7 +369,7 @@ class Publisher(Protocol):
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
         """Publish and wait for the acknowledgements. No reader may see any of it before ``confirm`` has returned."""
 
-    def paused(self) -> frozenset[Kind]:
+    def unpublishable_kinds(self) -> frozenset[Kind]:
         """Return the kinds of events that can't be published at present because of their topic."""
 
     def serve(self) -> None:

@@ -53,9 +53,7 @@ class TurnMetrics:
         for stage in ("read", "publish", "settle"):
             self.stages.labels(stage)
         self.lanes_lost = Counter(
-            "outbox_relay_lanes_lost",
-            "Lanes that another relay took from this one.",
-            registry=registry,
+            "outbox_relay_lanes_lost", "Lanes that another relay took from this one.", registry=registry
         )
         self.most_events = Gauge(
             "outbox_relay_turn_limit_events",
@@ -185,10 +183,9 @@ class FailureLog:
             return
         if seconds >= _STANDING_SECONDS:
             log.error("still waiting", **self._named, error=str(error), seconds=round(seconds))
-        elif isinstance(error, StandingError):
-            log.error(self._text, **self._named, error=str(error))
         else:
-            log.warning(self._text, **self._named, error=str(error))
+            write = log.error if isinstance(error, StandingError) else log.warning
+            write(self._text, **self._named, error=str(error))
 
     def over(self) -> None:
         self._reminder.over()

@@ -137,10 +137,8 @@ class TurnSizes:
             self._shrink(largest, len(batches))
 
     def _shrink(self, largest: int, lanes: int) -> None:
-        """Make the next turns half as large as one with so many events of a lane, and so many lanes.
-
-        But at most to a quarter of the present limits: it may have been small because there was little to publish, and
-        late because the broker was away.
+        """Halve the limits, counted from the turn that failed, but to no less than a quarter of the present ones: it
+        may have been small for lack of events, and late because the broker was away.
         """
         self._clean = 0
         if lanes >= self._limit:
@@ -168,21 +166,29 @@ class TurnSizes:
             if not self._lanes[number].suspected
             and (before := _before(batches[number], failed.likeliest.get(number))) is not None
         }
-        # If a guess is wrong, the others are refused again, without these events.
-        self._suspect({number: len(batches[number]) for number in guesses or blamed}, guesses)
+        if guesses:
+            # If a guess is wrong, the others are refused again, without these events.
+            self._isolate_guesses(guesses)
+        else:
+            self._bisect({number: len(batches[number]) for number in blamed})
         return failed
 
-    def _suspect(self, sizes: Mapping[int, int], guesses: Mapping[int, int]) -> None:
-        """Give these lanes turns of their own, by the number of their events that were refused together."""
-        lanes, half = list(sizes), len(sizes) // 2
-        groups = [lanes] if guesses else [part for part in (lanes[:half], lanes[half:]) if part]
+    def _isolate_guesses(self, before: Mapping[int, int]) -> None:
+        """Give these lanes turns of their own: of the events ``before`` each one's guess, if any, then of the guess."""
+        self.forget(before)
+        for number, count in before.items():
+            # The guess is suspected too, and not in the next turn, unless nothing is before it.
+            self._lanes[number].suspected, self._lanes[number].limit = count + 1, count or 1
+        self._suspects.append(list(before))
+
+    def _bisect(self, sizes: Mapping[int, int]) -> None:
+        """Give each half of these lanes turns of its own, or halve the events of a single lane."""
+        self.forget(sizes)
         for number, size in sizes.items():
             lane = self._lanes[number]
-            if guesses:
-                lane.suspected, lane.limit = guesses[number] + 1, guesses[number] or 1
-            else:
-                lane.suspected, lane.limit = size, size if len(sizes) > 1 else max(size // 2, 1)
-        self._suspects = [left for each in self._suspects if (left := [n for n in each if n not in sizes])] + groups
+            lane.suspected, lane.limit = size, size if len(sizes) > 1 else max(size // 2, 1)
+        lanes, half = list(sizes), len(sizes) // 2
+        self._suspects += [part for part in (lanes[:half], lanes[half:]) if part]
 
     def forget(self, numbers: Collection[int]) -> None:
         """Suspect nothing of these lanes any more."""
@@ -193,26 +199,22 @@ class TurnSizes:
     def completed(self, lanes: AbstractSet[int]) -> None:
         """Let sizes grow after clean turns, and clear suspects of which all was published."""
         if self._suspects_turn:
-            alone = len(lanes) == 1
             for number in lanes & self._lanes.keys():
                 lane = self._lanes[number]
                 lane.suspected = max(lane.suspected - lane.taken, 0)
                 lane.limit = max(min(lane.suspected // 2, lane.limit * 2), 1)
                 if not lane.suspected:
                     self.forget([number])
-                    if alone:
+                    if len(lanes) == 1:
                         # Together it was refused, and in parts it is not: the turns are too large.
                         self._shrink(self._limit, self._most_lanes or len(self._lanes))
         elif self._limit < self._batch_size or self._most_lanes is not None:
             self._clean += 1
             if self._clean >= _GROW_AFTER:
                 self._clean = 0
-                self._grow()
-
-    def _grow(self) -> None:
-        self._limit = min(self._limit * 2, self._batch_size)
-        if self._most_lanes is not None:
-            self._most_lanes = self._most_lanes * 2 if self._most_lanes * 2 < len(self._lanes) else None
+                self._limit = min(self._limit * 2, self._batch_size)
+                if self._most_lanes is not None:
+                    self._most_lanes = self._most_lanes * 2 if self._most_lanes * 2 < len(self._lanes) else None
 
 
 def _before(claims: Sequence[Claim], position: int | None) -> int | None:

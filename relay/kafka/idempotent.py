@@ -130,8 +130,8 @@ class IdempotentPublisher:
             "it does again, raise OUTBOX_RELAY__LEASE_SECONDS, or lower OUTBOX_RELAY__BATCH_SIZE or delivery.timeout.ms"
         )
 
-    def paused(self) -> frozenset[Kind]:
-        return self.sending.topics.paused_kinds()
+    def unpublishable_kinds(self) -> frozenset[Kind]:
+        return self.sending.topics.unpublishable_kinds()
 
     def serve(self) -> None:
         if self._sender is not None:

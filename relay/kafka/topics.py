@@ -172,7 +172,7 @@ class Topics:
         with self._lock:
             return held.union(topic for topic, state in self._unusable.items() if self._waits(topic, state))
 
-    def paused_kinds(self) -> frozenset[Kind]:
+    def unpublishable_kinds(self) -> frozenset[Kind]:
         """Return the kinds of events whose topics must not be tried now, as far as their topics are known.
 
         Known for as long as the process runs: a publisher that replaces another must not read them all to find out.

@@ -194,8 +194,8 @@ class TransactionalPublisher:
             self._disable()
         return self._failed_turn(sender, failure, blamed, publisher_unusable=not goes_on)
 
-    def paused(self) -> frozenset[Kind]:
-        return self.sending.topics.paused_kinds()
+    def unpublishable_kinds(self) -> frozenset[Kind]:
+        return self.sending.topics.unpublishable_kinds()
 
     def serve(self) -> None:
         """Serve librdkafka's callbacks; initialize the next producer if it is a new one.

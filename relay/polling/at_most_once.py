@@ -57,8 +57,8 @@ class AtMostOnceSource(PollingSource):
     """A polling source whose events leave the table when they are read. See ports.Source for the contract.
 
     ``on_lost`` is called with a lane and the number of events that may not have reached Kafka. Refused ones become dead
-    letters at once. It never reads ahead, because rows are deleted when they are read. ``held`` returns whether an
-    event must stay because its topic is paused or can't be written to: a publisher would find that out too late. It
+    letters at once. It never reads ahead, because rows are deleted when they are read. ``must_stay`` returns
+    whether an event must, as its topic is paused or can't be written to: a publisher would find that out too late. It
     decides by the event's kind, and may raise Unavailable.
     """
 
@@ -69,7 +69,7 @@ class AtMostOnceSource(PollingSource):
         failures: Failures,
         *,
         on_lost: Callable[[int, int], None],
-        held: Callable[[Claim], bool] = lambda _: False,
+        must_stay: Callable[[Claim], bool] = lambda _: False,
         **options: Any,
     ) -> None:
         super().__init__(connect, schema, failures, overlap=False, **options)
@@ -78,12 +78,12 @@ class AtMostOnceSource(PollingSource):
         # proves nothing about what was read before it.
         self._settles_with_read = self.session.pooled
         self._on_lost = on_lost
-        self._is_held = held
+        self._must_stay = must_stay
         self._sent: dict[int, int] = {}
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Return the lowest events of these lanes, after deleting their rows."""
-        fetched = self._without_held(super().fetch(limits))
+        fetched = self._publishable(super().fetch(limits))
         failed = self._delete(fetched.batches)
         refused = [failed[lane] for lane in limits if isinstance(failed.get(lane), SchemaError)]
         if refused and len(refused) == len(limits):
@@ -129,7 +129,7 @@ class AtMostOnceSource(PollingSource):
     def _delete(self, batches: Batches) -> dict[int, OutboxError]:
         """Delete the rows of these batches. Returns the lanes whose rows stay, so that they must not be sent."""
         for lane, claims in batches.items():
-            self.settlement.lanes[lane].pending = UnsettledBatch(claims)
+            self.settlement.lanes[lane].unsettled = UnsettledBatch(claims)
         # Set before the result arrives, which may be lost although the rows are deleted.
         self._sent = {lane: len(claims) for lane, claims in batches.items()}
         try:
@@ -138,16 +138,16 @@ class AtMostOnceSource(PollingSource):
             except SchemaError:
                 # Lanes whose rows have moved are settled by another statement: before it was refused, the one for the
                 # other lanes may have been committed.
-                failed = self._delete_each([lane for lane in batches if self.settlement.lanes[lane].pending])
+                failed = self._delete_each([lane for lane in batches if self.settlement.lanes[lane].unsettled])
         except Unavailable:
             if self.connection.info.transaction_status == TransactionStatus.IDLE:
-                # The server has answered: only what is not pending any more is deleted.
-                pending = self.settlement.lanes
-                self._sent = {lane: count for lane, count in self._sent.items() if not pending[lane].pending}
+                # The server has answered: only what is settled is deleted.
+                lanes = self.settlement.lanes
+                self._sent = {lane: count for lane, count in self._sent.items() if not lanes[lane].unsettled}
             raise
         for lane in failed:
-            # Never sent: as pending rows they would be deleted with the next turn.
-            self.settlement.lanes[lane].pending = NOTHING
+            # Never sent: as unsettled rows they would be deleted with the next turn.
+            self.settlement.lanes[lane].unsettled = NOTHING
             self._sent.pop(lane, None)
         return failed
 
@@ -166,11 +166,11 @@ class AtMostOnceSource(PollingSource):
                 del self._sent[lane]
         return failed
 
-    def _without_held(self, fetched: Fetched) -> Fetched:
+    def _publishable(self, fetched: Fetched) -> Fetched:
         """Return what may be published now. The rest stays in the table; the publisher says that it is left out."""
         kinds = {kind_of(claim): claim for claims in fetched.batches.values() for claim in claims}
-        held = {kind for kind, claim in kinds.items() if self._is_held(claim)}
-        kept = {lane: [c for c in claims if kind_of(c) not in held] for lane, claims in fetched.batches.items()}
+        stay = {kind for kind, claim in kinds.items() if self._must_stay(claim)}
+        kept = {lane: [c for c in claims if kind_of(c) not in stay] for lane, claims in fetched.batches.items()}
         return replace(fetched, batches={lane: claims for lane, claims in kept.items() if claims})
 
     def _lose(self, sent: Mapping[int, int]) -> None:

@@ -45,7 +45,7 @@ _FEW_LANES: Final = 4
 _SMALL_ROW_BYTES: Final = 4096
 # If many lanes have events of this size, a few are read at a time: each event has to be unpacked to compute what fits.
 _LARGE_BYTES: Final = 64 << 10
-# Up to this many events in hand, a prepared plan is as fast as a custom one; see Read.
+# Up to this many unsettled events, a prepared plan is as fast as a custom one; see Read.
 _MANY: Final = 100
 _MOST_DUE: Final = 500
 
@@ -87,15 +87,15 @@ class LaneReader:
     def drop(self, lane: int) -> None:
         self._lanes.pop(lane, None)
 
-    def close(self, in_hand: Batches) -> None:
-        """End the sweep, and leave the marks to the next source; ``in_hand`` are events that may not be settled."""
+    def close(self, unsettled: Batches) -> None:
+        """End the sweep, and leave the marks to the next source; ``unsettled`` are events that may not be settled."""
         self._sweep.close()
         states = self._lanes.items()
         self._kept.unanswered = frozenset(lane for lane, state in states if state.reading_due and state.due_next)
         if self._server is None:
             return
         for lane, state in states:
-            mark = unsettled_above(self._marks.mark(lane), in_hand.get(lane, ()))
+            mark = unsettled_above(self._marks.mark(lane), unsettled.get(lane, ()))
             if mark > LOWEST:
                 late = [id_ for id_ in (*state.late_ids, *state.swept_ids) if id_ <= mark]
                 due_at = self._sweep.due_at[lane]
@@ -137,12 +137,12 @@ class LaneReader:
 
     # What to read
 
-    def plan_turn(self, limits: Mapping[int, int], in_hand: Batches) -> TurnPlan:
-        """Return what to read now of these lanes; ``in_hand`` are events that must not be read again."""
+    def plan_turn(self, limits: Mapping[int, int], unsettled: Batches) -> TurnPlan:
+        """Return what to read now of these lanes; ``unsettled`` are events that must not be read again."""
         limits = self._turn_limits(limits)
-        self.look_first(in_hand)
+        self.look_first(unsettled)
         self._begin_sweep(limits)
-        plan = TurnPlan(limits, in_hand, self._reads(limits, in_hand))
+        plan = TurnPlan(limits, unsettled, self._reads(limits, unsettled))
         if self.failure_check_due():
             self._looked_at = time.monotonic()
             for lane, found in self._sweep.take(self._lanes).items():
@@ -150,12 +150,12 @@ class LaneReader:
             plan.counted = list(self._lanes)
         return plan
 
-    def plan_ahead(self, limits: Mapping[int, int], in_hand: Batches) -> TurnPlan | None:
-        """Return what to read while ``in_hand`` is published; None if the next turn has to read the failures."""
+    def plan_ahead(self, limits: Mapping[int, int], unsettled: Batches) -> TurnPlan | None:
+        """Return what to read while ``unsettled`` is published; None if the next turn has to read the failures."""
         if self.failure_check_due():
             return None
         limits = self._turn_limits(limits)
-        return TurnPlan(limits, in_hand, self._reads(limits, in_hand), ahead=True)
+        return TurnPlan(limits, unsettled, self._reads(limits, unsettled), ahead=True)
 
     def _turn_limits(self, limits: Mapping[int, int]) -> dict[int, int]:
         """Return the lanes to read now: all, or, while events are huge, as many as a turn has room for, in rotation."""
@@ -164,32 +164,31 @@ class LaneReader:
         if self._crowded and len(lanes) > most:
             start = self._rotation % len(lanes)
             self._rotation += most
-            # Pending rows are settled with their lane's turn.
+            # Unsettled rows are settled with their lane's turn.
             lanes = sorted((lanes + lanes)[start : start + most])
         return {lane: limits[lane] for lane in lanes}
 
-    def _reads(self, limits: Mapping[int, int], in_hand: Batches) -> list[Read]:
+    def _reads(self, limits: Mapping[int, int], unsettled: Batches) -> list[Read]:
         """Return the statements that read these lanes; of a lane, late events come first, then due ones, then others.
 
-        Each starts from the mark, also behind thousands of events in hand: a transaction that has drawn a low id may
+        Each starts from the mark, also behind thousands of unsettled events: a transaction that has drawn a low id may
         have committed since the last read, and later events of its key after it.
         """
         lanes = list(limits)
         marks = self._marks.advance_and_get(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
-        after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
-        pending = array([claim.position for claims in in_hand.values() for claim in claims])
-        many = sum(map(len, in_hand.values())) > _MANY
+        after = {lane: claims[-1].position for lane, claims in unsettled.items() if claims}
+        many = sum(map(len, unsettled.values())) > _MANY
         share = max(self._turn_bytes // max(len(lanes) if self._crowded else _FEW_LANES, 1), 1)
         some = bool(self.left_out)
         common: dict[str, Any] = {
-            "pending": pending,
+            "unsettled": array([claim.position for claims in unsettled.values() for claim in claims]),
             "max_bytes": share,
             "turn_bytes": self._turn_bytes,
             "copy": DEAD_LETTER,
             "left_types": [kind for kind, _ in self.left_out],
             "left_copies": [copy for _, copy in self.left_out],
         }
-        reads = self._late_reads(limits, in_hand, marks, common)
+        reads = self._late_reads(limits, unsettled, marks, common)
         plain = [lane for lane in lanes if not self._lanes[lane].failures]
         # Lanes without room in the last turn come first.
         plain.sort(key=lambda lane: (lane < self._resume_at_lane, lane))
@@ -222,7 +221,7 @@ class LaneReader:
         return reads
 
     def _late_reads(
-        self, limits: Mapping[int, int], in_hand: Batches, marks: Marks, common: Mapping[str, Any]
+        self, limits: Mapping[int, int], unsettled: Batches, marks: Marks, common: Mapping[str, Any]
     ) -> list[Read]:
         """Return the statements that read late events."""
         reads = []
@@ -232,9 +231,9 @@ class LaneReader:
                 continue
             values = {**common, "lane": lane, "late": array(state.late_ids)}
             values["limit"] = self._rows(lane, limits[lane], common["max_bytes"])
-            # Those in hand are not read now, but again if they could not be published.
+            # Unsettled ones are not read now, but again if they could not be published.
             late = set(state.late_ids)
-            last = not any(claim.position in late for claim in in_hand.get(lane, ()))
+            last = not any(claim.position in late for claim in unsettled.get(lane, ()))
             reads.append(Read(self._queries.read_late, values, [lane], marks, late=True, last=last))
         return reads
 
@@ -373,17 +372,17 @@ class LaneReader:
         """Return whether the next turn has to count the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
-    def look_first(self, in_hand: Batches) -> None:
+    def look_first(self, unsettled: Batches) -> None:
         """Find out what a turn needs to know first: marks that others have left, failures, and where marks may rise.
 
-        ``in_hand`` as for ``close``.
+        ``unsettled`` as for ``close``.
         """
         if self._kept.lanes:
             self._take_kept()
         new, self._new = self._new & self._lanes.keys(), set()
         self._load_failures()
         if self._row_marks is not None:
-            self._use_row_marks(self._row_marks, new, in_hand)
+            self._use_row_marks(self._row_marks, new, unsettled)
         self._read_last_ids()
 
     def _load_failures(self) -> None:
@@ -466,14 +465,14 @@ class LaneReader:
                 # They count once the look that follows has found the same failures.
                 state.failures, state.failures_loaded, state.late_ids = left.failures, False, left.late_ids
 
-    def _use_row_marks(self, marks: RowMarks, new: Collection[int], in_hand: Batches) -> None:
+    def _use_row_marks(self, marks: RowMarks, new: Collection[int], unsettled: Batches) -> None:
         for lane, mark in marks.left({lane: self._lanes[lane].failures for lane in new}).items():
             self._marks.keep(lane, mark)
             # A row below the mark is not found otherwise while the lane changes hands more often than it is swept.
             self._sweep.due_at[lane] = 0.0
         if self._server is not None and not self.left_out and marks.is_due:
             above = {
-                lane: unsettled_above(mark, in_hand.get(lane, ())) for lane, mark in self.marks(self._lanes).items()
+                lane: unsettled_above(mark, unsettled.get(lane, ())) for lane, mark in self.marks(self._lanes).items()
             }
             sure = [
                 state

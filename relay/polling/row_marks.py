@@ -78,9 +78,9 @@ class RowMarks:
             self._written[lane] = given[lane]
 
 
-def unsettled_above(mark: int, in_hand: Sequence[Claim]) -> int:
+def unsettled_above(mark: int, unsettled: Sequence[Claim]) -> int:
     """Return the mark, or a lower id above which everything is that may not be settled."""
-    return min([mark, *(claim.position - 1 for claim in in_hand)])
+    return min([mark, *(claim.position - 1 for claim in unsettled)])
 
 
 def _digest(server: str, mark: int, failures: KnownFailures) -> str:

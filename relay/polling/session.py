@@ -35,7 +35,7 @@ class Read:
     """One reading statement. ``due``: it reads due events of its only lane; ``late``: those that a sweep has found.
     With ``last``, an empty result means that none of these is left.
 
-    ``many``: the list of events in hand is long. Only a custom plan looks up rows in the list by hash; a generic plan
+    ``many``: the list of unsettled events is long. Only a custom plan looks up rows in the list by hash; a generic plan
     compares each row with the whole list.
     """
 
@@ -55,13 +55,13 @@ class Read:
 class TurnPlan:
     """What a turn reads.
 
-    ``in_hand`` are events that must not be read again: those that are published and not settled, or with ``ahead`` the
-    turn that is being published while this one is read. Then it is the next turn only if all of them were published:
-    other events come first. ``counted`` are the lanes whose failures are counted with the read.
+    ``unsettled`` are events that must not be read again: those that are published, or with ``ahead`` the turn that is
+    being published while this one is read. Then it is the next turn only if all of them were published: other events
+    come first. ``counted`` are the lanes whose failures are counted with the read.
     """
 
     limits: Mapping[int, int]
-    in_hand: Batches
+    unsettled: Batches
     reads: Sequence[Read]
     counted: Collection[int] = ()
     ahead: bool = False
@@ -161,10 +161,10 @@ class Session:
             yield
 
     def settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:
-        """Settle what is pending of a lane, and call ``more`` in the same transaction.
+        """Settle a lane's unsettled events, and call ``more`` in the same transaction.
 
-        Returns the reason unless ``more`` was called and that is committed. What is pending may be settled all the
-        same. Raises only what concerns all lanes.
+        Returns the reason unless ``more`` was called and that is committed. They may be settled all the same. Raises
+        only what concerns all lanes.
         """
         began = time.monotonic()
         if began < self._no_waits_until:

@@ -86,7 +86,7 @@ class PollingSource(Source):
         *,
         archive: bool = False,
         on_dead: Callable[[int, Claim], None] = lambda _lane, _claim: None,
-        on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _pending: None,
+        on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _batch: None,
         on_adopted: Callable[[int, Marker | None], None] = lambda _lane, _marker: None,
         renew_part: float = RENEW_PART,
         lock_seconds: float = math.inf,
@@ -189,10 +189,10 @@ class PollingSource(Source):
             if published := receipt.published:
                 held = self.settlement.lanes[lane]
                 if lane in failed:
-                    held.pending = held.pending.then(published)
-                # A lane alone may have failed: the loop then settles again what is pending here.
-                elif not held.pending.covers(published):
-                    held.pending = published
+                    held.unsettled = held.unsettled.then(published)
+                # A lane alone may have failed: the loop then settles its events again.
+                elif not held.unsettled.covers(published):
+                    held.unsettled = published
             if receipt.count:
                 self.reader.note_due(lane, refused=bool(receipt.refused))
             if receipt.refused and (error := self._settle_with(lane, receipt.refused)) is not None:
@@ -230,7 +230,7 @@ class PollingSource(Source):
         return self.reader.failure_check_due()
 
     def close(self) -> None:
-        self.reader.close(self._in_hand())
+        self.reader.close(self._unsettled())
         self.session.close()
 
     # One turn
@@ -242,7 +242,7 @@ class PollingSource(Source):
             self.session.ahead = None
             return ahead
         self.session.free()
-        return self.reader.plan_turn(limits, self._in_hand())
+        return self.reader.plan_turn(limits, self._unsettled())
 
     def _latest_settling(self, lanes: Collection[int]) -> Settling:
         """Return how late the previous turn may be settled when one of these lanes comes next.
@@ -253,10 +253,10 @@ class PollingSource(Source):
         """
         if not self._overlaps:
             return Settling.FIRST
-        about = [held for lane, held in self.settlement.lanes.items() if held.pending or lane in lanes]
+        about = [held for lane, held in self.settlement.lanes.items() if held.unsettled or lane in lanes]
         if all(held.own_id is not None for held in about):
             return Settling.BEFORE_COMMIT
-        if any(held.own_id is not None or held.pending.number is not None for held in about):
+        if any(held.own_id is not None or held.unsettled.number is not None for held in about):
             return Settling.FIRST
         renews = any(self.settlement.prolongs(held.lease.lane) for held in about)
         return Settling.FIRST if renews else Settling.MEANWHILE
@@ -293,7 +293,7 @@ class PollingSource(Source):
             case Settling.MEANWHILE:
                 # A crash may repeat at most a batch of a lane.
                 small = all(
-                    len(each) + len(plan.in_hand.get(lane, ())) <= limits[lane] for lane, each in batches.items()
+                    len(each) + len(plan.unsettled.get(lane, ())) <= limits[lane] for lane, each in batches.items()
                 )
                 lost = self.settlement.find_lost(batches.keys()) if small else None
                 if lost is None:
@@ -304,8 +304,8 @@ class PollingSource(Source):
             case _:
                 assert_never(latest)
 
-    def _in_hand(self) -> Batches:
-        return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled_lanes}
+    def _unsettled(self) -> Batches:
+        return {lane: self.settlement.lanes[lane].unsettled.rows for lane in self.settlement.unsettled_lanes}
 
     # Reading ahead
 
@@ -316,23 +316,23 @@ class PollingSource(Source):
     def _comes_next(self, ahead: TurnPlan, lanes: Mapping[int, int]) -> bool:
         """Return whether the events that were read ahead are the next turn of these lanes, or of some of them.
 
-        They are not if a lane is gone or must not be published now, nor if an event of the turn in hand was not
+        They are not if a lane is gone or must not be published now, nor if an event of the turn before was not
         published because the broker refused the batch or the topic can't be written to: that event is read again, and
         comes first.
         """
-        pending = self.settlement.lanes
+        held = self.settlement.lanes
         return (
             not ahead.stale
             and ahead.limits.keys() <= lanes.keys()
-            and all(lane in pending and pending[lane].pending.rows == batch for lane, batch in ahead.in_hand.items())
+            and all(lane in held and held[lane].unsettled.rows == batch for lane, batch in ahead.unsettled.items())
         )
 
-    def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
-        self.reader.note_settled(lane, pending)
-        self._on_settled(lane, pending)
+    def _note_settled(self, lane: int, batch: UnsettledBatch) -> None:
+        self.reader.note_settled(lane, batch)
+        self._on_settled(lane, batch)
 
     def _settle_with(self, lane: int, refused: Sequence[Refusal]) -> OutboxError | None:
-        """Settle what is pending of a lane, and record refused events in the same transaction."""
+        """Settle a lane's unsettled events, and record refused events in the same transaction."""
         dead: list[Claim] = []
         error = self.session.settle_with(
             lane,

@@ -116,7 +116,7 @@ class RowTakeover:
             except errors.LockNotAvailable as error:
                 raise LaneLocked(lane) from error
             if held is None:
-                held_lane.pending = NOTHING
+                held_lane.unsettled = NOTHING
                 raise self._settlement.lost(lane)
             last_batch, *identity, insert_lsn = held
             here = Identity(*identity)
@@ -141,10 +141,10 @@ class RowTakeover:
     def _note_adopted(self, lease: Lease, adopted: Marker | None, batch: int | None, own_id: str | None) -> None:
         held_lane = self._settlement.lanes[lease.lane]
         lease.former_id, lease.last_batch = own_id, batch
-        held_lane.pending = NOTHING
+        held_lane.unsettled = NOTHING
         held_lane.expected = batch if own_id is not None else None
         held_lane.own_id = own_id
-        held_lane.confirmed = True
+        held_lane.row_matches = True
         self._on_adopted(lease.lane, adopted)
 
     def _is_ours(self, held: SettledLane, marker: Marker | None, own_id: str | None) -> bool:
@@ -157,8 +157,8 @@ class RowTakeover:
         return (
             own_id is not None
             and held.own_id == own_id
-            and held.confirmed
-            and not held.pending
+            and held.row_matches
+            and not held.unsettled
             and marker is not None
             and marker.batch == held.expected
             and self._identity == Identity(marker.system_identifier, marker.timeline, marker.outbox)

@@ -86,11 +86,11 @@ class SettledLane:
     """One lane: its lease, what has to be settled, and what ``last_batch`` must be for that (None: anything)."""
 
     lease: Lease
-    pending: UnsettledBatch = NOTHING
+    unsettled: UnsettledBatch = NOTHING
     expected: int | None = None
     own_id: str | None = None
     """Exactly-once: the id that the lane's row must have, so that the next holder fences this worker."""
-    confirmed: bool = False
+    row_matches: bool = False
     """Whether the row was as expected when it was last read: ours, with our id and ``expected``."""
     version: str | None = None
     """The ctid of the lane's row when it was last settled; it changes when another session writes the row."""
@@ -145,7 +145,7 @@ class Settlement:
         archive: bool = False,
         pooled: bool = True,
         renew_part: float = RENEW_PART,
-        on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _pending: None,
+        on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _batch: None,
     ) -> None:
         self._connection = connection
         self.background = Background(connection)
@@ -159,7 +159,7 @@ class Settlement:
         self.statements = SettlingStatements(schema, archive=archive)
         self.lanes: dict[int, SettledLane] = {}
         self.settles_first = False
-        """Whether what is pending is published only once it is settled (at-most-once)."""
+        """Whether events are published only once they are settled (at-most-once)."""
 
     def hold(self, lease: Lease) -> None:
         self.lanes[lease.lane] = SettledLane(lease)
@@ -169,7 +169,7 @@ class Settlement:
 
     @property
     def unsettled_lanes(self) -> Collection[int]:
-        return [lane for lane, settled in self.lanes.items() if settled.pending]
+        return [lane for lane, held in self.lanes.items() if held.unsettled]
 
     def prolongs(self, lane: int) -> bool:
         """Return whether the next turn must renew the lane's lease."""
@@ -178,16 +178,16 @@ class Settlement:
 
     def _values(self, sent: RunningStatement) -> dict[str, Any]:
         held = [self.lanes[lane] for lane in sent.lanes]
-        pending = [lane.pending for lane in held]
-        rows = [claim for part in pending for claim in part.rows]
-        row_lanes = [lane for lane, part in zip(sent.lanes, pending, strict=True) for _ in part.rows]
+        unsettled = [lane.unsettled for lane in held]
+        rows = [claim for part in unsettled for claim in part.rows]
+        row_lanes = [lane for lane, part in zip(sent.lanes, unsettled, strict=True) for _ in part.rows]
         values: dict[str, Any] = {
             # All leases of a worker have the same ttl and owner.
             "ttl": held[0].lease.ttl_seconds if held else 0.0,
             **lease_values([lane.lease for lane in held]),
             "expected": array([lane.expected for lane in held]),
-            "batches": array([part.number for part in pending]),
-            "lsns": array([part.commit_lsn for part in pending]),
+            "batches": array([part.number for part in unsettled]),
+            "lsns": array([part.commit_lsn for part in unsettled]),
             "own_ids": [lane.own_id for lane in held],
             "versions": _versions(held),
             "writes": array(["t" if lane in sent.written else "f" for lane in sent.lanes]),
@@ -196,7 +196,7 @@ class Settlement:
             "row_event_ids": array([claim.event_id for claim in rows]),
         }
         if self._archive:
-            values |= _places(rows, [each for part in pending for each in part.records or [None] * len(part.rows)])
+            values |= _places(rows, [each for part in unsettled for each in part.records or [None] * len(part.rows)])
         return values
 
     def send(self, lanes: Collection[int], *, by_number: bool = False) -> RunningStatement:
@@ -215,7 +215,7 @@ class Settlement:
         return self._retry_locked([*missing, *self._settle_in_foreground(moved)])
 
     def settle(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Settle what is pending of these lanes, in one round trip. Returns those that were not held."""
+        """Settle the unsettled events of these lanes, in one round trip. Returns those that were not held."""
         if not lanes:
             return {}
         failpoint("batch.settling")
@@ -225,7 +225,7 @@ class Settlement:
         return failed
 
     def begin(self, lanes: Collection[int]) -> None:
-        """Start to settle what is pending of these lanes in the background: the connection is in use until ``wait``."""
+        """Start to settle these lanes in the background: the connection is in use until ``wait``."""
         assert not self._pooled, "behind a pooler the statement needs a transaction"
         failpoint("batch.settling")
         self._running = self._start(lanes)
@@ -324,7 +324,7 @@ class Settlement:
     def lost(self, lane: int) -> LaneLost:
         held = self.lanes[lane]
         text = f"lane {lane}: epoch {held.lease.epoch} of {held.lease.owner} is over, another relay has taken the lane"
-        unsettled = len(held.pending.rows) if held.pending.number is None else 0
+        unsettled = len(held.unsettled.rows) if held.unsettled.number is None else 0
         if unsettled and self.settles_first:
             text += f"; it publishes the {counted(unsettled, 'event')} just read here"
         elif unsettled:
@@ -350,8 +350,8 @@ class Settlement:
             yield
 
     def _writes(self, lane: SettledLane) -> bool:
-        pending = lane.pending
-        return pending.number is not None or pending.commit_lsn is not None or self.prolongs(lane.lease.lane)
+        batch = lane.unsettled
+        return batch.number is not None or batch.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
     def _new(self, lanes: Collection[int], *, by_number: bool = False, missing: Sequence[int] = ()) -> RunningStatement:
         written = {lane for lane in lanes if self._writes(self.lanes[lane])}
@@ -395,12 +395,12 @@ class Settlement:
         """
         rows = sent.cursor.fetchall()
         for row in rows:
-            settled = self.lanes[row[0]]
-            settled.version = row[2]
-            settled.confirmed = True
+            known = self.lanes[row[0]]
+            known.version = row[2]
+            known.row_matches = True
             if row[0] in sent.written:
-                settled.lease.renewed(sent.asked_at)
-            self._forget_pending(settled)
+                known.lease.renewed(sent.asked_at)
+            self._forget_unsettled(known)
         held = {row[0] for row in rows}
         missing = [lane for lane in sent.lanes if lane not in held]
         if not sent.by_version:
@@ -409,12 +409,12 @@ class Settlement:
             self.lanes[lane].version = None
         return [], missing
 
-    def _forget_pending(self, settled: SettledLane) -> None:
-        pending, settled.pending = settled.pending, NOTHING
-        if pending.number is not None:
-            settled.expected = pending.number
-        if pending:
-            self._on_settled(settled.lease.lane, pending)
+    def _forget_unsettled(self, lane: SettledLane) -> None:
+        batch, lane.unsettled = lane.unsettled, NOTHING
+        if batch.number is not None:
+            lane.expected = batch.number
+        if batch:
+            self._on_settled(lane.lease.lane, batch)
 
     def _reasons(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         if not lanes:
@@ -431,7 +431,7 @@ class Settlement:
             else:
                 reasons[lane] = LaneLocked(lane)
                 continue
-            known.confirmed = False
+            known.row_matches = False
             reasons[lane] = DatabaseUnavailable(
                 f"lane {lane}: its row has changed ({changed}): "
                 "Postgres has lost a commit, or the row was changed by hand; the lane is compared with its marker again"

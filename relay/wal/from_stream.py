@@ -32,18 +32,18 @@ _MOST_ROWS: Final = 50_000
 class _Ahead:
     """Events whose rows are read while a turn is published, which are still in their channels.
 
-    ``in_hand`` are the ids, by lane, whose rows are there only because that turn is not settled yet.
+    ``unsettled`` are the ids, by lane, whose rows are there only because that turn is not settled yet.
     """
 
     announced: Mapping[int, Sequence[StreamEvent]]
-    in_hand: Mapping[int, AbstractSet[int]]
+    unsettled: Mapping[int, AbstractSet[int]]
     rows: Sequence[Any] = ()
 
     def cut(self, limits: Mapping[int, int]) -> _Ahead:
         """Return the same without the events beyond these limits, which come again."""
         announced = {lane: events[: limits[lane]] for lane, events in self.announced.items()}
         left = {(lane, event.id) for lane, events in announced.items() for event in events}
-        return _Ahead(announced, self.in_hand, [row for row in self.rows if (row[8], row[0]) in left])
+        return _Ahead(announced, self.unsettled, [row for row in self.rows if (row[8], row[0]) in left])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class StreamReader:
         self._ahead: _Ahead | None = None
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
-        """Settle what is pending, and return the next events of these lanes; adds lost lanes to ``failed``."""
+        """Settle the turn before, and return the next events of these lanes; adds lost lanes to ``failed``."""
         ahead = self._taken_ahead(limits)
         announced = self._announced(limits, Channel.take) if ahead is None else ahead.announced
         batches: dict[int, Sequence[Claim]] = {}
@@ -106,7 +106,7 @@ class StreamReader:
         announced = self._announced(limits, Channel.next)
         if not announced:
             return
-        ahead = self._ahead = _Ahead(announced, self._in_hand(announced))
+        ahead = self._ahead = _Ahead(announced, self._unsettled(announced))
         values = {
             "lanes": array(list(announced)),
             # Not a list of texts: the driver would search each of them for what to escape.
@@ -170,10 +170,10 @@ class StreamReader:
                 self._backlog = self._backlog or len(taken) == most
         return announced
 
-    def _in_hand(self, lanes: Iterable[int]) -> dict[int, AbstractSet[int]]:
+    def _unsettled(self, lanes: Iterable[int]) -> dict[int, AbstractSet[int]]:
         """Return the ids that are published, or being published, and not settled. Their rows are still there."""
         return {
-            lane: {claim.position for claim in (*self._lanes[lane].batch, *self._settlement.lanes[lane].pending.rows)}
+            lane: {claim.position for claim in (*self._lanes[lane].batch, *self._settlement.lanes[lane].unsettled.rows)}
             for lane in lanes
         }
 
@@ -197,14 +197,14 @@ class StreamReader:
     def _read(
         self, announced: Mapping[int, Sequence[StreamEvent]], ahead: _Ahead | None
     ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
-        """Settle what is pending, and return the existing rows, by lane and id.
+        """Settle the turn before, and return the existing rows, by lane and id.
 
         If there is nothing to settle, this only reads: events from the WAL are durable, and a commit could wait for a
         standby.
         """
         settled = sorted({*self._settlement.unsettled_lanes, *filter(self._settlement.prolongs, announced)})
         checked = [lane for lane in announced if lane not in set(settled)]
-        going = self._in_hand(announced) if ahead is None else ahead.in_hand
+        going = self._unsettled(announced) if ahead is None else ahead.unsettled
         reads = bool(announced) and ahead is None
         # What was read ahead has arrived: the leases are checked after the rows were read.
         connection = self._lanes.table.connection

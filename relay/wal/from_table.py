@@ -44,7 +44,7 @@ class TableReader:
         self.failing: Collection[int] = ()
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> Fetched:
-        """Settle what is pending, and return the next events of these lanes; adds lanes that fail to ``failed``.
+        """Settle the turn before, and return the next events of these lanes; adds lanes that fail to ``failed``.
 
         All lanes together take a few statements: with some for each, hundreds of them would stand still for seconds.
         """
@@ -158,7 +158,7 @@ class TableReader:
         for number in failing:
             channel = session.channel(number)
             # Published events must be settled before the lane changes its state; the loop does that first.
-            if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
+            if channel is not None and not self._settlement.lanes[number].unsettled and self._leave(number, channel):
                 while self._drop_visible([channel]):
                     pass
 

@@ -130,7 +130,7 @@ class StreamSession:
         self._stopping = threading.Event()
         self._room = threading.Condition()
         self._arrived = threading.Condition()
-        self._held_events = 0
+        self._buffered_events = 0
         self._full_since: float | None = None
         self._full_events = 0
         self.running = threading.Event()
@@ -140,7 +140,7 @@ class StreamSession:
         self._events = EventReader(names.schema, len(leases))
         # Ends of transactions, each with the number of events that every channel had received by then.
         self._ends: deque[tuple[int, dt.datetime | None, tuple[int, ...]]] = deque()
-        self._confirmed_lsn = 0
+        self._flushed_lsn = 0
         self._requested_lsn = 0
         self.read_lsn = 0
         """The position up to which the stream was read and distributed to the channels."""
@@ -183,7 +183,7 @@ class StreamSession:
     def freed(self, count: int) -> None:
         if count:
             with self._room:
-                self._held_events -= count
+                self._buffered_events -= count
                 self._room.notify_all()
 
     def not_joined(self) -> Collection[int]:
@@ -205,7 +205,7 @@ class StreamSession:
 
     def has_flushed(self, lsn: int) -> bool:
         """Return whether all lanes are known to have settled everything before ``lsn``; see ``request_flush``."""
-        return self._confirmed_lsn >= lsn
+        return self._flushed_lsn >= lsn
 
     def request_flush(self, lsn: int) -> None:
         """Make reports advance to ``lsn``, though nothing else comes, once all lanes have settled everything before."""
@@ -256,7 +256,7 @@ class StreamSession:
             if state.lane_count != len(self._leases):
                 found = counted(state.lane_count, "lane")
                 raise Unavailable(f"the outbox has {found} now, and not {len(self._leases)}")
-            self._confirmed_lsn = state.flushed_lsn or 0
+            self._flushed_lsn = state.flushed_lsn or 0
             self._events.begin(state.events_oid, lambda: slot.check(slot.look()))
             if state.active_pid is None:
                 try:
@@ -288,7 +288,7 @@ class StreamSession:
                 raise Unavailable("the stream is closed")
 
     def _stream(self, slot: Slot, replication: Replication) -> None:
-        replication.feedback(self._confirmed_lsn)
+        replication.feedback(self._flushed_lsn)
         due = time.monotonic() + _STATUS_SECONDS
         while not self._stopping.is_set():
             now = time.monotonic()
@@ -302,7 +302,7 @@ class StreamSession:
 
     def _has_room(self) -> bool:
         with self._room:
-            if self._held_events < self._max_events:
+            if self._buffered_events < self._max_events:
                 self._full_since = None
                 return True
             self._room.wait(_WAIT_SECONDS)
@@ -312,15 +312,15 @@ class StreamSession:
     def _log_full(self) -> None:
         """Log the lanes that delay the others, if nothing is settled for long."""
         now = time.monotonic()
-        if self._full_since is None or self._held_events != self._full_events:
-            self._full_since, self._full_events = now, self._held_events
+        if self._full_since is None or self._buffered_events != self._full_events:
+            self._full_since, self._full_events = now, self._buffered_events
         elif now - self._full_since >= _LOG_SECONDS:
             self._full_since = now
             lanes = [lane for lane, channel in self._channels.items() if channel.put_count > channel.done_count]
             log.warning(
                 "the stream waits: it holds as many events as it may, and none is settled",
                 lanes=lanes_text(lanes),
-                events=self._held_events,
+                events=self._buffered_events,
             )
 
     # Reading
@@ -337,7 +337,7 @@ class StreamSession:
         self._events.new.clear()
         for lane, events in new.items():
             with self._room:
-                self._held_events += len(events)
+                self._buffered_events += len(events)
             self._channels[lane].put(events)
         if new:
             with self._arrived:
@@ -357,24 +357,24 @@ class StreamSession:
 
     def _report(self, slot: Slot, replication: Replication) -> None:
         """Record the position up to which every lane has settled everything: first in the table, then on the server."""
-        flushed, at = self._confirmed_lsn, None
+        flushed, at = self._flushed_lsn, None
         done = tuple(channel.done_count for channel in self._channels.values())
         while self._ends and all(map(int.__ge__, done, self._ends[0][2])):
             flushed, at, _ = self._ends.popleft()
-        if flushed > self._confirmed_lsn:
+        if flushed > self._flushed_lsn:
             slot.write_checkpoint(flushed, at)
             failpoint("stream.noted")
-            self._confirmed_lsn = flushed
+            self._flushed_lsn = flushed
             self._moved_at = time.monotonic()
         else:
             slot.require_lanes()
-        replication.feedback(self._confirmed_lsn)
+        replication.feedback(self._flushed_lsn)
         failpoint("stream.confirmed")
 
     def _beat(self, slot: Slot, now: float) -> None:
-        if not self._held_events and now - self._moved_at >= self._heartbeat_seconds:
+        if not self._buffered_events and now - self._moved_at >= self._heartbeat_seconds:
             self._moved_at = now
-            slot.heartbeat(after_lsn=self._confirmed_lsn)
-        elif self._confirmed_lsn < self._requested_lsn <= self.read_lsn and not self._ends:
+            slot.heartbeat(after_lsn=self._flushed_lsn)
+        elif self._flushed_lsn < self._requested_lsn <= self.read_lsn and not self._ends:
             # A lane waits for the answer, and nothing else would advance the position.
             slot.heartbeat()

@@ -242,9 +242,9 @@ class StreamSource(Source):
         if receipt.refused or receipt.left_out:
             return self._move_to_table(lane, batch, receipt)
         number = lane.lease.lane
-        settled = self._table.settlement.lanes[number]
+        held = self._table.settlement.lanes[number]
         if receipt.published:
-            settled.pending = receipt.published
+            held.unsettled = receipt.published
         if receipt.count == len(batch):
             return None
         # Events not known to be published come again. The published ones have to be settled before that.
@@ -263,16 +263,16 @@ class StreamSource(Source):
                 dead.extend(self._failures.record(self._table.connection, number, receipt.refused))
             self._table.connection.execute(self._queries.set_streaming, {"streaming": False, **lane.key})
 
-        settled = self._table.settlement.lanes[number]
-        before, settled.pending = settled.pending, receipt.published
+        held = self._table.settlement.lanes[number]
+        before, held.unsettled = held.unsettled, receipt.published
         try:
             error = self._table.session.settle_with(number, f"settling lane {number}", leave)
         except BaseException:
-            settled.pending = before
+            held.unsettled = before
             raise
         assert lane.channel is not None
         if error is not None:
-            settled.pending = before
+            held.unsettled = before
             # Refused events come again, before later ones of their keys.
             lane.channel.rewind()
             return error
@@ -335,10 +335,10 @@ class StreamSource(Source):
         if not lane.streaming:
             lane.state = InTable()
 
-    def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
+    def _note_settled(self, lane: int, batch: UnsettledBatch) -> None:
         known = self._lanes.get(lane)
         if known is not None and known.channel is not None:
-            known.channel.done(_positions(pending.rows))
+            known.channel.done(_positions(batch.rows))
 
 
 def _positions(claims: Sequence[Claim]) -> list[WalPosition]:

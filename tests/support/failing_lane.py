@@ -54,7 +54,7 @@ class Lane:
         failures = Failures("outbox", tried(attempts, 600.0, 600.0), router)
         return self._held(self.polling(failures, archive=archive))
 
-    def deleting_source(self, router: Router = BLOCK, held: Callable[[Claim], bool] = lambda _: False) -> OneLane:
+    def deleting_source(self, router: Router = BLOCK, must_stay: Callable[[Claim], bool] = lambda _: False) -> OneLane:
         failures = Failures("outbox", FailureSettings(), router)
         source = AtMostOnceSource(
             Connector(self.database.url, "test"),
@@ -62,7 +62,7 @@ class Lane:
             failures,
             on_lost=lambda _lane, count: self.lost.append(count),
             on_dead=lambda _lane, claim: self.dead.append(name(claim)),
-            held=held,
+            must_stay=must_stay,
         )
         return self._held(source)
 

@@ -135,7 +135,7 @@ class OneSource:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.leases: dict[int, Lease] = {}
-        self.pending: dict[int, UnsettledBatch] = {}
+        self.unsettled: dict[int, UnsettledBatch] = {}
         self.settling: list[int] = []
         self.closed = False
 
@@ -148,7 +148,7 @@ class OneSource:
 
     def drop(self, lane: int) -> None:
         self.leases.pop(lane, None)
-        self.pending.pop(lane, None)
+        self.unsettled.pop(lane, None)
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         assert limits.keys() <= self.leases.keys()
@@ -156,13 +156,13 @@ class OneSource:
             raise self.table.fail_fetch.pop(0)
         assert not self.settling
         self.table.fetched.append(dict(limits))
-        if self.table.behind and self.pending and (left := self._left(limits)):
-            self.settling = list(self.pending)
+        if self.table.behind and self.unsettled and (left := self._left(limits)):
+            self.settling = list(self.unsettled)
             return Fetched(left, {}, self.table.known, list(self.settling))
         if self.table.unconfirmed and (left := self._left(limits)):
-            self.settling = sorted(self.pending.keys() | left.keys())
+            self.settling = sorted(self.unsettled.keys() | left.keys())
             return Fetched(left, unconfirmed=True)
-        failed = self._make_durable(self.pending.keys() | limits.keys())
+        failed = self._make_durable(self.unsettled.keys() | limits.keys())
         batches = {
             lane: [claim(lane, row) for row in sorted(self.table.rows.get(lane, []))[:limit]]
             for lane, limit in limits.items()
@@ -179,7 +179,7 @@ class OneSource:
 
     def _left(self, limits: Mapping[int, int]) -> dict[int, list[Claim]]:
         """Return what is neither settled nor being settled."""
-        going = {item.position for pending in self.pending.values() for item in pending.rows}
+        going = {item.position for batch in self.unsettled.values() for item in batch.rows}
         rows = {lane: sorted(set(self.table.rows.get(lane, [])) - going)[:limit] for lane, limit in limits.items()}
         return {lane: [claim(lane, row) for row in each] for lane, each in rows.items() if each}
 
@@ -201,9 +201,9 @@ class OneSource:
         failed = self._make_durable(settling)
         self.table.ended += settling
         for lane, receipt in receipts.items():
-            before = self.pending[lane].rows if lane in failed else ()
+            before = self.unsettled[lane].rows if lane in failed else ()
             refused = [item for item, _ in receipt.refused]
-            self.pending[lane] = replace(receipt.published, rows=[*before, *receipt.published.rows, *refused])
+            self.unsettled[lane] = replace(receipt.published, rows=[*before, *receipt.published.rows, *refused])
         for receipt in receipts.values():
             self.table.refused += [item.position for item, _ in receipt.refused]
         return failed
@@ -226,20 +226,20 @@ class OneSource:
         stuck = [
             item.position
             for lane in lanes
-            if lane in self.pending
-            for item in self.pending[lane].rows
+            if lane in self.unsettled
+            for item in self.unsettled[lane].rows
             if item.position in self.table.stuck
         ]
         if stuck:
             raise SchemaError(f"{stuck} is too long")
-        for lane in self.pending.keys() & set(lanes):
+        for lane in self.unsettled.keys() & set(lanes):
             if self.table.locked.get(lane):
                 self.table.locked[lane] -= 1
                 self.table.on_lock()
                 raise StatementCutShort(f"lane {lane} is locked")
         failed = {lane: self.table.fail_lanes[lane].pop(0) for lane in lanes if self.table.fail_lanes.get(lane)}
         for lane in set(lanes) - failed.keys():
-            for item in self.pending.pop(lane, UnsettledBatch()).rows:
+            for item in self.unsettled.pop(lane, UnsettledBatch()).rows:
                 if item.position in self.table.rows[lane]:
                     self.table.rows[lane].remove(item.position)
         return failed
@@ -302,7 +302,7 @@ class OnePublisher:
             self.broker.log += [item.position for item in receipt.published.rows]
         return sent
 
-    def paused(self) -> frozenset[Any]:
+    def unpublishable_kinds(self) -> frozenset[Any]:
         return self.broker.paused
 
     def serve(self) -> None:

@@ -78,7 +78,7 @@ def let_go_unsettled() -> None:
     def let_go(self: Any, lanes: Collection[int]) -> None:
         for lane in lanes:
             if self._source is not None:
-                self._source.settlement.lanes[lane].pending = settlement.NOTHING
+                self._source.settlement.lanes[lane].unsettled = settlement.NOTHING
         real(self, lanes)
 
     WorkerLoop._let_go = let_go  # type: ignore[method-assign]

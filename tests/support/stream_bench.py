@@ -183,7 +183,7 @@ class Producer:
                 sent.append(claim)
         return sent, refused
 
-    def paused(self) -> frozenset[Kind]:
+    def unpublishable_kinds(self) -> frozenset[Kind]:
         return frozenset()
 
     def serve(self) -> None: ...
@@ -371,7 +371,7 @@ class Outboxed:
         return self.stream._session
 
     def held_back(self) -> int:
-        return self.session()._held_events
+        return self.session()._buffered_events
 
     def nothing_left(self) -> None:
         """Nothing is held of the stream, not even a note."""

@@ -54,7 +54,7 @@ def test_a_relay_whose_row_another_session_has_locked_keeps_its_session_and_its_
 
         def fails() -> bool:
             # As when the next beat is due.
-            relay._beat_at = -1e9
+            relay._beat_at = None
             return relay._fails
 
         with psycopg.connect(url) as locking:

@@ -80,7 +80,7 @@ def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_fre
     other = psycopg.connect(outbox_postgres.url)
     turns = 0
 
-    def held(_claim: Claim) -> bool:
+    def must_stay(_claim: Claim) -> bool:
         # Asked when the second turn is read, before its rows are deleted.
         if turns == 2:
             other.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
@@ -91,7 +91,7 @@ def test_at_most_once_the_rows_of_a_locked_lane_stay_and_are_sent_when_it_is_fre
         "outbox",
         Failures("outbox", FailureSettings(), Router()),
         on_lost=lambda *what: lost.append(what),
-        held=held,
+        must_stay=must_stay,
     )
     for lease in table(outbox_postgres, "me").acquire(4):
         once.hold(lease)

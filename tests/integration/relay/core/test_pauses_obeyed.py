@@ -40,7 +40,7 @@ def test_a_relay_reads_them_with_its_census_and_with_the_lanes_it_takes(outbox_p
     resume(url, LANE, ORDERS)
     pause(url, ALL, wait=False)
     relay.distribution()
-    assert relay.pauses.holds(3)
+    assert relay.pauses.covers(3)
     assert relay.pauses.lanes == set()
 
 

@@ -138,7 +138,7 @@ def test_every_lane_has_its_receipt_and_readers_see_each_key_in_order_once_it_is
     assert sent.receipts.keys() == batches.keys()
     wait_until(lambda: subject.seen() == all_once(batches), what="the commit to be seen")
     publisher.serve()
-    assert publisher.paused() == frozenset()
+    assert publisher.unpublishable_kinds() == frozenset()
     publisher.close()
 
 

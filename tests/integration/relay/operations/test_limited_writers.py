@@ -135,7 +135,7 @@ def test_the_relay_still_reads_by_the_index(roles):
         "SELECT 'Order', g::text, 'T' FROM generate_series(1, 20000) g; ANALYZE outbox.events"
     )
     four = "{{{0},{0},{0},{0}}}".format
-    values = {"lanes": "{0,1,2,3}", "above": four(0), "after": four(0), "limits": four(500), "pending": "{}"}
+    values = {"lanes": "{0,1,2,3}", "above": four(0), "after": four(0), "limits": four(500), "unsettled": "{}"}
     values |= {
         "max_bytes": 4 << 20,
         "turn_bytes": 16 << 20,

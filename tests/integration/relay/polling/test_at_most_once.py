@@ -48,13 +48,13 @@ def test_at_most_once_one_commit_deletes_what_was_read_and_checks_the_lease(lane
 def test_at_most_once_nothing_is_deleted_of_topics_that_can_not_be_written_to_or_looked_up(lane):
     answers = [False, BrokerUnavailable("Kafka, asking for its topics: away"), True]
 
-    def held(_claim: Claim) -> bool:
+    def must_stay(_claim: Claim) -> bool:
         answer = answers.pop()
         if isinstance(answer, BrokerUnavailable):
             raise answer
         return answer
 
-    source = lane.deleting_source(held=held)
+    source = lane.deleting_source(must_stay=must_stay)
     lane.add("a1", "b1")
     assert source.fetch(10) == []
     with pytest.raises(BrokerUnavailable):

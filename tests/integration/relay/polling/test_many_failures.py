@@ -97,7 +97,7 @@ def test_due_failures_are_found_by_their_time(workers, statistics, plans):
     if statistics == "analyzed":
         worker.admin.execute("ANALYZE outbox.failures, outbox.events")
     worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() WHERE id IN (7, 10001, 19999)")
-    values: dict[str, Any] = {"lane": 0, "pending": "{}", "due": 500}
+    values: dict[str, Any] = {"lane": 0, "unsettled": "{}", "due": 500}
     plan = explain(worker.admin, Queries("outbox").read_due, values, plans=plans, to_the_index=True)
     assert plan["Actual Rows"] == 3
     by_index_only(plan)

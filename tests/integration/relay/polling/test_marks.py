@@ -149,7 +149,7 @@ def test_events_that_may_not_be_settled_are_above_the_mark_in_the_row(kept):
     settle(kept.lane, claims)
     # The read of this turn leaves them out: the mark rises over them.
     kept.lane.source.reader._marks.keep(kept.lane.lane, claims[-1].position)
-    kept.lane.source.reader.look_first(kept.lane.source._in_hand())
+    kept.lane.source.reader.look_first(kept.lane.source._unsettled())
     kept.taken_over()
     assert kept.lane.fetch(10) == claims
 

@@ -68,7 +68,7 @@ def read_values(admin: Any, each: int, **more: Any) -> dict[str, Any]:
         "above": every,
         "after": every,
         "limits": "{" + ",".join([str(each)] * 4) + "}",
-        "pending": "{}",
+        "unsettled": "{}",
         "max_bytes": 4 << 20,
         "turn_bytes": 16 << 20,
         "left_types": ["Cart"],
@@ -179,7 +179,7 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
         settlement.hold(lease)
     claims = published_claims(admin, each)
     for lane, rows in claims.items():
-        settlement.lanes[lane].pending = UnsettledBatch(rows)
+        settlement.lanes[lane].unsettled = UnsettledBatch(rows)
     plan = explain(
         admin,
         settlement.statements.settle,
@@ -260,7 +260,7 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
     def turns(first: int, count: int) -> None:
         for batch in range(first, first + count):
             for lane in settlement.lanes.values():
-                lane.pending = UnsettledBatch(number=batch)
+                lane.unsettled = UnsettledBatch(number=batch)
             assert settlement.settle(range(4)) == {}
 
     def lanes_blocks(query: Any, values: dict[str, Any] | None = None) -> int:
@@ -293,7 +293,7 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
     assert all(lease.remaining_seconds > 500 for lease in leases)
     admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1 WHERE lane = 3")
     for lane in settlement.lanes.values():
-        lane.pending = UnsettledBatch(number=1005)
+        lane.unsettled = UnsettledBatch(number=1005)
     assert {lane: type(error) for lane, error in settlement.settle(range(4)).items()} == {3: LaneLost}
     assert admin.execute("SELECT lane, last_batch FROM outbox.lanes ORDER BY lane").fetchall() == [
         (0, 1005),

@@ -190,7 +190,7 @@ def test_a_long_list_of_what_is_in_hand_has_a_plan_of_its_own(outbox_postgres, m
         turns += 1
         ahead = source.session.ahead
         if ahead is not None:
-            in_hand = max(in_hand, sum(len(one.values["pending"].split(",")) for one in ahead.reads))
+            in_hand = max(in_hand, sum(len(one.values["unsettled"].split(",")) for one in ahead.reads))
         done += sum(map(len, batches.values()))
         assert source.settle(published(batches)) == {}
     assert (done, turns > 12, in_hand > 500) == (15_000, True, True)

@@ -264,7 +264,7 @@ def test_a_lane_that_is_locked_meanwhile_is_settled_with_both_turns_later(box):
         assert sorted(claim.lane for claims in fetched.batches.values() for claim in claims) == [0, 0, 1]
         assert box.left() == 4
     # As the loop does it: all that is published of the lane, once more.
-    pending = box.source.settlement.lanes[0].pending
+    pending = box.source.settlement.lanes[0].unsettled
     assert len(pending.rows) == 3
     assert box.source.settle({0: Receipt(pending)}) == {}
     assert box.source.flush([0, 1]) == {}
@@ -385,7 +385,7 @@ def test_many_lanes_of_which_one_is_lost_one_locked_and_one_refused_while_a_turn
         assert box.left_by_lane() == dict.fromkeys(others, half) | {lost: 2 * half, locked: 2 * half, refused: 1}
     # As the loop does it: a lane that is lost is dropped, and of one that was locked all is settled once more.
     box.source.drop(lost)
-    pending = box.source.settlement.lanes[locked].pending.rows
+    pending = box.source.settlement.lanes[locked].unsettled.rows
     assert len(pending) == 2 * half
     assert box.source.settle({locked: Receipt(UnsettledBatch(pending))}) == {}
     assert box.source.flush([locked]) == {}

@@ -53,7 +53,7 @@ def test_what_is_not_known_to_be_settled_of_two_turns_is_settled_again_and_not_s
     calls: list[int] = []
 
     def call(self: OneSource, given: Any) -> Any:
-        if self.settling or (where == "fetch" and self.pending):
+        if self.settling or (where == "fetch" and self.unsettled):
             calls.append(1)
             if len(calls) == at:
                 raise Unavailable("the connection is lost")

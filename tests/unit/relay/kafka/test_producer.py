@@ -169,13 +169,13 @@ def test_what_the_broker_says_of_a_topic_is_the_topics_state_and_blames_no_lane(
     sender = new_sender()
     turn = {0: [claim(0, 1), claim(0, 2, "Invoice")], 1: [claim(1, 101, "Invoice")]}
     sender.send(turn, soon())
-    assert sender._topics.paused_kinds() == frozenset()
+    assert sender._topics.unpublishable_kinds() == frozenset()
     failure, blamed = failed(sender, (turn[0][1], code), (turn[0][0], KafkaError._PURGE_QUEUE))
     assert isinstance(failure, TopicUnusable)
     assert "'invoice-events'" in str(failure)
     assert blamed == []
     assert said in str(failure)
-    assert sender._topics.paused_kinds() == {("Invoice", False)}
+    assert sender._topics.unpublishable_kinds() == {("Invoice", False)}
 
 
 def test_a_refused_event_holds_up_its_key_in_its_lane_and_no_other():

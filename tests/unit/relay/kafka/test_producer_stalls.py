@@ -59,11 +59,11 @@ def test_a_topic_of_which_nothing_is_acknowledged_while_others_are_holds_itself_
     assert isinstance(failure, TopicUnusable)
     assert "'invoice-events'" in str(failure)
     assert str(failure).endswith("(3 of 6 events not acknowledged)")
-    assert sender._topics.paused_kinds() == {("Invoice", False)}
+    assert sender._topics.unpublishable_kinds() == {("Invoice", False)}
     # Others of its turn may be late themselves: they come again.
     sender, failure = late_turn(Looked(), [1])
     assert isinstance(failure, TopicUnusable)
-    assert sender._topics.paused_kinds() == {("Invoice", False)}
+    assert sender._topics.unpublishable_kinds() == {("Invoice", False)}
     # It is asked more than once what failed: that is one attempt.
     assert str(sender.failure(4)[0]) == str(failure)
     topics.now = 1.0
@@ -74,7 +74,7 @@ def test_a_turn_that_is_merely_late_pauses_no_topic():
     for acknowledged in ([], [1, 4], [1, 2, 3, 6]):
         sender, failure = late_turn(Looked(), acknowledged)
         assert isinstance(failure, DeliveryTimeout)
-        assert sender._topics.paused_kinds() == frozenset()
+        assert sender._topics.unpublishable_kinds() == frozenset()
     # Nobody answers who could say more: the brokers are away.
     topics = Looked()
     topics.lacks = None
@@ -90,7 +90,7 @@ def test_a_topic_that_lacks_a_leader_waits_whatever_else_was_acknowledged(acknow
     sender, failure = late_turn(topics, acknowledged)
     assert isinstance(failure, TopicUnusable)
     assert "no leader" in str(failure)
-    assert sender._topics.paused_kinds() == {("Invoice", False)}
+    assert sender._topics.unpublishable_kinds() == {("Invoice", False)}
 
 
 def test_a_stalled_topic_is_tried_when_the_metadata_shows_no_reason_against_it_and_takes_little_time():
@@ -138,7 +138,7 @@ def test_an_attempt_that_fails_while_nothing_else_is_sent_is_the_topics_too():
     sender, failure = late_turn(topics, [])
     assert isinstance(failure, TopicUnusable)
     # The others are not, of which nothing is known.
-    assert sender._topics.paused_kinds() == {("Invoice", False)}
+    assert sender._topics.unpublishable_kinds() == {("Invoice", False)}
 
 
 def test_an_attempt_says_nothing_of_the_topics_beside_it():
@@ -154,7 +154,7 @@ def test_an_attempt_says_nothing_of_the_topics_beside_it():
     failure, _ = sender.failure(4)
     assert isinstance(failure, TopicUnusable)
     assert "'invoice-events'" in str(failure)
-    assert sender._topics.paused_kinds() == {("Invoice", False)}
+    assert sender._topics.unpublishable_kinds() == {("Invoice", False)}
     assert topics.reasons().keys() == {"invoice-events"}
     sender.close()
 
