@@ -39,7 +39,7 @@ if __name__ == "__main__":
         (reports, "_STANDING_SECONDS", 3.0),
         (insights, "_STATEMENT_SECONDS", 1.0),
         (state_topic, "_READ_SECONDS", 3.0),
-        (lane, "_ABSENT_SECONDS", 2.0),
+        (lane, "_LONG_SECONDS", 2.0),
     ]
     if "reconcile" in sys.argv:
         # No other command needs to import them.

@@ -189,7 +189,7 @@ def test_a_lane_that_can_not_be_taken_over_does_not_hold_up_the_others(outboxed,
 
     It could not be taken over from the start, or has streamed before; then its last batch may be on Kafka or not.
     """
-    monkeypatch.setattr(core_lane, "_ABSENT_SECONDS", 0.05)
+    monkeypatch.setattr(core_lane, "_LONG_SECONDS", 0.05)
     box = outboxed(2)
     slow, quick = keys_of_lanes()
     names = {key: [f"{key}{number:03}" for number in range(60)] for key in (slow, quick)}

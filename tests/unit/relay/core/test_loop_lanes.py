@@ -80,7 +80,7 @@ def test_a_lane_whose_former_publisher_can_not_be_fenced_stops_the_others_only_b
     assert (world.broker.opened, world.table.opened) == (1, 1)
 
 
-LONG = core_lane._ABSENT_SECONDS + 1.0
+LONG = core_lane._LONG_SECONDS + 1.0
 
 
 def slowly(clock: Clock) -> Step:
