@@ -92,6 +92,9 @@ class Holding:
         with self._lock:
             self._leases[lane] = Lease(lane, epoch, LEASE_SECONDS, uptime(), owner=self.owner)
 
+    def add_former(self, lane: int, former: Collection[str]) -> None:
+        self._former[lane] = {*self._former[lane], *former}
+
     def done(self, lane: int) -> None:
         with self._lock:
             del self._leases[lane]
