@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import psycopg
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from reconcile_support import Outbox, hanging, outbox, relay_settings, unverified
+from raw_kafka import HangingTransaction
 from support import IMPATIENT, wait_until
 
 from outbox._app.settings import client_options
@@ -347,6 +349,20 @@ def test_what_the_outbox_has_no_more_is_not_aborted(hanging):
     assert len(hanging.rows(0)) == 9
     assert hanging.lane(0)["transactional_id"] == hanging.former
     assert hanging.lane(0)["owner"] is None
+
+
+def test_the_row_of_an_event_is_not_that_of_its_copy(hanging):
+    """The event was put back, and its copy for a dead-letter topic, which has its id, is settled."""
+    (_, event_id, topic, key), *_ = hanging.batch
+    transaction = HangingTransaction(hanging.kafka.bootstrap_servers, hanging.id)
+    headers = {"ce_id": event_id}
+    both = [(key.encode(), b"{}", headers), (key.encode(), b"{}", headers | {"outbox-dead-letter": "too large"})]
+    transaction.write(topic, 1, both, int(time.time() * 1000) - 10_000)
+    before = hanging.undecided()
+    [part] = json.loads(hanging.reconcile().stdout)["hanging"]
+    assert (part["events"], part["held"], part["missing"]) == (2, 1, [event_id])
+    done = hanging.reconcile("--apply", "--reason", "try")
+    assert (done.returncode, "of 2 events" in done.stderr, hanging.undecided()) == (1, True, before), done.stderr
 
 
 def test_a_repair_that_leaves_settled_events_hidden_is_no_success(hanging):
