@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from uuid import UUID
 
 import pytest
 from failing_lane import COPIED, Lane, half, hurry, lane, outbox, retried, turn
@@ -13,6 +14,7 @@ from outbox._app.choices import OnFailure
 from relay.core.ports import Receipt
 from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import Selection
+from relay.operations.trace import find
 
 __all__ = ["lane"]
 
@@ -73,6 +75,27 @@ def test_an_event_id_names_the_event_and_its_copy_only_if_that_is_asked(lane):
     # It waits for another attempt now, and is a copy still.
     assert "--copies" in outbox(lane, "dead-letters", "retry", event_id, status=1)
     outbox(lane, "dead-letters", "retry", event_id, "--copies")
+
+
+def test_an_event_is_traced_and_not_its_copy(lane):
+    source = lane.source(COPIED, attempts=1)
+    (event_id,) = lane.add("a1")
+    ((first,),) = lane.rows("SELECT id FROM outbox.events")
+
+    def traced() -> tuple[str, int | None]:
+        found = find(lane.admin, "outbox", UUID(event_id), {})
+        return found.state, found.id
+
+    half(source, "a1")
+    assert len(copies(lane)) == 1
+    assert traced() == ("dead", first)
+    for _ in range(4):
+        half(source, "a1")
+    assert copies(lane) == []
+    assert traced() == ("dead", first)
+    # The event waits again, under its old number, and the copy is dead.
+    retried(lane, event_id)
+    assert traced() == ("retrying", first)
 
 
 def test_no_event_ids_are_none_and_not_all(lane):
