@@ -474,9 +474,10 @@ def _written(record: TopicRecord) -> dt.datetime:
     """Return when the event was written, by the database's clock; the beginning of time if that is not known."""
     try:
         time = dt.datetime.fromisoformat(record.written)
-    except ValueError:
+        # Postgres takes no zone of 16 hours or more.
+        return time.replace(tzinfo=dt.UTC) if time.tzinfo is None else time.astimezone(dt.UTC)
+    except (ValueError, OverflowError):
         return dt.datetime.min.replace(tzinfo=dt.UTC)
-    return time if time.tzinfo is not None else time.replace(tzinfo=dt.UTC)
 
 
 def _milliseconds(time: dt.datetime) -> int:

@@ -13,8 +13,8 @@ from dataclasses import replace
 import psycopg
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
-from reconcile_support import Outbox, hanging, outbox, relay_settings, unverified
 from raw_kafka import HangingTransaction
+from reconcile_support import Outbox, hanging, outbox, relay_settings, unverified
 from support import IMPATIENT, wait_until
 
 from outbox._app.settings import client_options

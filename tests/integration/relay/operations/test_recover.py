@@ -294,7 +294,7 @@ def test_what_a_relay_published_by_a_clock_hours_behind_is_settled(restored, del
 
 
 def test_records_of_any_program_break_nothing(restored):
-    """A NUL in a header, which Postgres takes in no text, and a time in microseconds."""
+    """A NUL in a header, and a zone of 16 hours, which Postgres takes in none; and a time in microseconds."""
     # Of other tests on this broker, whose records have such times too.
     others = restored.recover("--dry-run")["records"]
     restored.put("events", event_id := new_id())
@@ -302,12 +302,13 @@ def test_records_of_any_program_break_nothing(restored):
     producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
     for name, value in (("outbox-replay", "\0"), ("outbox-dead-letter", "a\0"), ("ce_source", "\0"), ("ce_time", "\0")):
         restored.send(event_id, headers=[(name, value)])
+    restored.send(event_id, headers=[("ce_time", "2024-01-01T00:00:00+16:00")])
     restored.send(f"{event_id}\0")
     micros = int(time.time() * 1_000_000)
     producer.produce(topic, b"{}", headers=[("ce_id", new_id())], timestamp=micros)
     assert producer.flush(60) == 0
     found = restored.recover("--dry-run", status=1)
-    assert (found["records"] - others, found["settled"], found["lost"]) == (6, {"1": [event_id]}, [])
+    assert (found["records"] - others, found["settled"], found["lost"]) == (7, {"1": [event_id]}, [])
 
 
 def test_without_an_archive_what_was_published_about_the_point_is_unsure(restored):
