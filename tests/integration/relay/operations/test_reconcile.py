@@ -20,12 +20,15 @@ from support import IMPATIENT, wait_until
 from outbox._app.settings import client_options
 from relay.config import load, producer_options, state_topic_name
 from relay.core.marker import Marker
+from relay.database import Connector
 from relay.kafka.offsets import Offsets
 from relay.kafka.takeover import own_ids
 from relay.operations import hidden_events, topic_scan
 from relay.operations.hidden_events import abort_hanging
+from relay.operations.holding import Holding
 from relay.operations.lane_rows import _SETTLE_ROWS, LaneComparison
 from relay.operations.reconcile import Reconciler
+from relay.settle.statements import names_of
 
 __all__ = ["hanging", "outbox", "unverified"]
 
@@ -420,6 +423,26 @@ def test_what_hangs_is_ended_for_good(hanging, monkeypatch):
     consumer.assign([TopicPartition(hanging.topics[0], 1, 0)])
     assert len(consumer.consume(5, 30)) == 5
     consumer.close()
+
+
+def test_the_leases_of_other_lanes_are_renewed_while_one_is_settled(outbox, monkeypatch):
+    """A large batch takes longer than a lease lasts."""
+    monkeypatch.setattr("relay.operations.holding._RENEW_SECONDS", 0.1)
+
+    def renewed() -> set[int]:
+        return {lane for (lane,) in outbox.run("SELECT lane FROM outbox.lanes WHERE lease_until > clock_timestamp()")}
+
+    with Holding(Connector(outbox.url, "test"), names_of("outbox")) as holding:
+        with psycopg.connect(outbox.url) as settling:
+            settling.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
+            with psycopg.connect(outbox.url) as admin:
+                admin.execute("UPDATE outbox.lanes SET owner = %s WHERE lane IN (0, 2)", (holding.owner,))
+            for lane in (0, 1, 2):
+                holding.add(lane, outbox.lane(lane)["epoch"], [])
+            wait_until(lambda: renewed() == {0, 2}, 10, "the others to be renewed")
+            settling.execute("UPDATE outbox.lanes SET owner = %s WHERE lane = 1", (holding.owner,))
+        wait_until(lambda: renewed() == {0, 1, 2}, 10, "the settled one to be renewed")
+    assert renewed() == set()
 
 
 # -- release
