@@ -48,6 +48,7 @@ _Cause = Annotated[
     str | None, typer.Option("--cause", help="Consumer: undecodable, no-id, too-old, failed, rejected or behind.")
 ]
 _All = Annotated[bool, typer.Option("--all", help="All that match the filters.")]
+_Copies = Annotated[bool, typer.Option("--copies", help="Relay: of these, only copies for dead-letter topics.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Relay: only count.")]
 
 
@@ -88,11 +89,13 @@ def retry(
     topic: _Topic = None,
     cause: _Cause = None,
     everything: _All = False,
+    copies: _Copies = False,
     dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Retry them: publish the events now, or apply the messages in their groups' next round."""
-    _of(side, _Asked(database_url, aggregate_type, group, topic, cause, ids, everything, dry_run, as_json)).retry()
+    asked = _Asked(database_url, aggregate_type, group, topic, cause, ids, everything, dry_run, as_json, copies)
+    _of(side, asked).retry()
 
 
 @app.command()
@@ -106,13 +109,14 @@ def discard(
     topic: _Topic = None,
     cause: _Cause = None,
     everything: _All = False,
+    copies: _Copies = False,
     drop_payload: Annotated[bool, typer.Option("--drop-payload", help="Keep no contents in the audit.")] = False,
     dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Discard them for good; the audit keeps them. Events and messages behind them continue."""
     why = require_reason(reason, "why they may be lost", needed=not dry_run)
-    asked = _Asked(database_url, aggregate_type, group, topic, cause, ids, everything, dry_run, as_json)
+    asked = _Asked(database_url, aggregate_type, group, topic, cause, ids, everything, dry_run, as_json, copies)
     _of(side, asked).discard(why, keep_payload=not drop_payload)
 
 
@@ -129,11 +133,12 @@ class _Asked:
     everything: bool = False
     dry_run: bool = False
     as_json: bool = False
+    copies: bool = False
 
 
 def _of(side: Side, asked: _Asked) -> _Events | _Messages:
     """Return the dead letters of one side. Raises ConfigurationError for an option of the other side."""
-    of_relay = {"--aggregate-type": asked.aggregate_type, "--dry-run": asked.dry_run}
+    of_relay = {"--aggregate-type": asked.aggregate_type, "--dry-run": asked.dry_run, "--copies": asked.copies}
     of_consumer = {"--group": asked.group, "--topic": asked.topic, "--cause": asked.cause}
     for name, value in (of_consumer if side is Side.RELAY else of_relay).items():
         if value:
@@ -199,7 +204,7 @@ class _Events:
     def _selection(self) -> events.Selection:
         found = [_event_id(one) for one in self._asked.ids or ()]
         require_choice(found, self._asked.everything, "event ids", "--aggregate-type for those of one type")
-        return events.Selection(found or None, self._asked.aggregate_type)
+        return events.Selection(found or None, self._asked.aggregate_type, copies=self._asked.copies)
 
     def _progress(
         self, letters: events.DeadLetters, selection: events.Selection, done_word: str, *, discard: bool
@@ -235,7 +240,7 @@ class _Events:
         if missing := sorted(set(map(_event_id, self._asked.ids or ())) - set(ids)):
             raise NotFound(
                 f"not among the failed events, or due within seconds: {', '.join(missing)}; a failure whose event was "
-                "deleted can only be discarded"
+                "deleted can only be discarded; --copies names copies for dead-letter topics"
             )
 
 

@@ -31,7 +31,9 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Send archived events again: same event ids, marked by the header outbox-replay. Counts them and asks first."""
-    kind, _, key = (aggregate or "").partition("/")
+    kind, slash, key = (aggregate or "").partition("/")
+    if aggregate is not None and not (kind and (key or not slash)):
+        raise ConfigurationError(f"--aggregate {aggregate}: must be TYPE or TYPE/ID, such as Order/order-17")
     chosen = {
         "since": as_utc("--since", since),
         "until": as_utc("--until", until),

@@ -46,7 +46,7 @@ class OrderedProducer(BatchProducer):
             if not sum(self._send_first(claims, topics, waiting, deadline) for claims in batches.values()):
                 break
             self.drain(deadline)
-            if self.failed:
+            if self.failed or self.purged:
                 raise BrokerUnavailable("Kafka: the first messages of partitions are not acknowledged")
             self._learn(self._first.acknowledged(), deadline)
 

@@ -45,6 +45,7 @@ log = structlog.get_logger("relay")
 _METADATA_SECONDS: Final = 10.0
 _FIRST_WAIT_SECONDS: Final = 1.0
 _LONGEST_WAIT_SECONDS: Final = 60.0
+_UNTRIED_SECONDS: Final = 120.0
 # Reading the metadata costs the other topics next to nothing.
 _LONGEST_LOOK_SECONDS: Final = 5.0
 # The time limit of a turn with a stalled topic: this part of the time that the topic has waited, and at least one
@@ -122,8 +123,6 @@ class Topics:
         self._known: frozenset[str] = frozenset()
         self._topic_of: dict[Kind, str] = {}
         self._unusable: dict[str, _Unusable] = {}
-        # Replaced, never changed: it is read without the lock.
-        self._reasons: Mapping[str, str] = {}
         self._lock = threading.Lock()
 
     def require_for(self, kind: Kind, topic: str) -> None:
@@ -181,8 +180,13 @@ class Topics:
         return frozenset(kind for kind, topic in self._topic_of.items() if topic in paused) if paused else frozenset()
 
     def reasons(self) -> Mapping[str, str]:
-        """Return the topics that can't be written to, with the reasons. Does not wait for a request to the brokers."""
-        return self._reasons
+        """Return the topics that can't be written to, with the reasons. Does not wait for a request to the brokers.
+
+        Without those that no event was tried for lately: other relays may have theirs, or they are gone.
+        """
+        lately = self._clock() - _UNTRIED_SECONDS
+        # A copy: the lock is held while brokers are asked.
+        return {topic: state.reason for topic, state in self._unusable.copy().items() if state.again_at > lately}
 
     def refused(self, topic: str, reason: str) -> None:
         with self._lock:
@@ -329,7 +333,6 @@ class Topics:
 
     def _usable(self, topic: str) -> None:
         if self._unusable.pop(topic, None) is not None:
-            self._note_reasons()
             log.info("topic can be written to again", topic=topic)
 
     def _refuse(self, topic: str, reason: str, *, stalled: bool = False) -> TopicUnusable:
@@ -339,11 +342,7 @@ class Topics:
         if state is None or (state.reason != reason and not (state.stalled and stalled)):
             log.error("topic can't be written to; its events wait", topic=topic, reason=reason)
         self._unusable[topic] = _Unusable(reason, wait, self._clock() + wait, stalled)
-        self._note_reasons()
         return TopicUnusable(reason)
-
-    def _note_reasons(self) -> None:
-        self._reasons = {topic: state.reason for topic, state in self._unusable.items()}
 
     def _create_topic(self, topic: str) -> None:
         new = NewTopic(topic, num_partitions=self._partitions, replication_factor=self._replication)

@@ -77,23 +77,24 @@ SELECT count(*) FROM {events}
 
 _CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR f.event_id = ANY(%(ids)s::uuid[]))
    AND (%(type)s::text IS NULL OR f.aggregate_type = %(type)s)
-   AND (%(lanes)s::smallint[] IS NULL
-        OR (f.lane, f.id) IN (SELECT * FROM unnest(%(lanes)s::smallint[], %(row_ids)s::bigint[])))"""
+   AND (%(lanes)s::bigint[] IS NULL
+        OR (f.lane, f.id) IN (SELECT * FROM unnest(%(lanes)s::bigint[], %(row_ids)s::bigint[])))"""
+_COPIES: Final = "coalesce(headers ? %(copy)s, false) = %(copies)s"
 
 # The rows that a command selects from a table, read in batches in the order of the primary key.
-_DEAD: Final = "{dead_letters} AS f WHERE {chosen}"
+_DEAD: Final = "{dead_letters} AS f WHERE {chosen} AND {copies}"
 _WITH_EVENT: Final = """{failures} AS f WHERE {chosen}
-   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)"""
+   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id AND {copies})"""
 _RETRYING: Final = _WITH_EVENT + " AND f.next_attempt_at < 'infinity'"
 # Only events that are not due before a batch ends (see _LIMITS): a relay may be sending one that is due.
 _RETRYING_LATER: Final = _WITH_EVENT + " AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'"
-_WITHOUT_EVENT: Final = "{failures} AS f WHERE {chosen} AND {without_event}"
+_WITHOUT_EVENT: Final = "{failures} AS f WHERE {chosen} AND {without_event} AND %(copies)s::boolean IS NOT TRUE"
 
 _PICK: Final = """
 SELECT f.lane, f.id, f.event_id::text FROM {rows} AND (f.lane, f.id) > (%(lane)s, %(id)s)
  ORDER BY f.lane, f.id LIMIT %(limit)s"""
 
-_COUNT: Final = "SELECT count(*) FROM "
+_COUNT: Final = "SELECT count(*) FROM {rows}"
 
 # Under its old id, so that it comes before the later events of its key; and in failures, so that those wait for it (a
 # copy for a dead-letter topic blocks nothing), and so that the relay looks for it below its current position.
@@ -185,19 +186,23 @@ def locked(event_ids: Sequence[str]) -> OperationRefused:
 class Selection:
     """Selects failed events: by event id, by aggregate type, by lane and id, or all if none is given.
 
-    A replay has its event's id, and another id of its row.
+    A replay has its event's id, and another id of its row; so has a copy for a dead-letter topic, which an event id
+    does not select. ``copies``: copies only.
     """
 
     event_ids: Sequence[str] | None = None
     aggregate_type: str | None = None
     rows: Sequence[tuple[int, int]] | None = None
+    copies: bool = False
 
     def bound(self) -> dict[str, Any]:
         return {
-            "ids": list(self.event_ids) if self.event_ids else None,
+            "ids": None if self.event_ids is None else list(self.event_ids),
             "type": self.aggregate_type,
             "lanes": None if self.rows is None else [lane for lane, _ in self.rows],
             "row_ids": None if self.rows is None else [id_ for _, id_ in self.rows],
+            "copies": self.copies or (None if self.event_ids is None else False),
+            "copy": DEAD_LETTER,
         }
 
 
@@ -267,9 +272,9 @@ class DeadLetters:
         last = rows[limit - 1]
         return rows[:limit], FailureCursor(last["first_failed_at"], last["lane"], last["id"])
 
-    def event_ids(self, chosen: Filter) -> Sequence[str]:
-        """Return the first COUNTED ids."""
-        return [str(row["event_id"]) for row in self.page(chosen, limit=COUNTED)[0]]
+    def rows(self, chosen: Filter) -> Sequence[tuple[int, int]]:
+        """Return lane and id of the first COUNTED."""
+        return [(row["lane"], row["id"]) for row in self.page(chosen, limit=COUNTED)[0]]
 
     def _failed(
         self, query: LiteralString, values: Mapping[str, Any], limit: sql.Composable
@@ -295,7 +300,7 @@ class DeadLetters:
     def count(self, selection: Selection, *, discard: bool) -> dict[str, int]:
         with unavailable_on_error("counting failures"):
             return {
-                name: int(self._run(_COUNT + rows, selection.bound())[0]["count"])
+                name: int(self._run(_COUNT, selection.bound(), rows=self._picked(rows, selection))[0]["count"])
                 for name, rows, _ in (_DISCARDED if discard else _RETRIED)
             }
 
@@ -349,7 +354,8 @@ class DeadLetters:
         done: Batches[_Done] = Batches()
         with unavailable_on_error(doing):
             for _, rows, query in parts:
-                for results in self._batches(rows, selection.bound(), partial(change, query), done.locked):
+                picked = self._picked(rows, selection)
+                for results in self._batches(picked, selection.bound(), partial(change, query), done.locked):
                     done.extend(results)
                     if progress is not None:
                         progress(len(done))
@@ -357,7 +363,7 @@ class DeadLetters:
 
     def _batches(
         self,
-        rows: LiteralString,
+        picked: sql.Composed,
         bound: dict[str, Any],
         change: Callable[[int, Sequence[int]], Sequence[_Done]],
         locked: MutableSequence[str],
@@ -367,7 +373,6 @@ class DeadLetters:
         A batch that can't lock a row, or takes too long, is retried with half of the rows. A single row that stays
         locked is added to ``locked`` and skipped.
         """
-        picked = sql.SQL(rows).format(**self._names)
         lane, last = -1, -1
         quick, suspects = _BATCH, 0
         while True:
@@ -401,6 +406,11 @@ class DeadLetters:
             lane, last = here[-1]["lane"], here[-1]["id"]
             if changed:
                 yield changed
+
+    def _picked(self, rows: LiteralString, selection: Selection) -> sql.Composed:
+        # A monitor may count them all, and has no right to read headers.
+        copies = sql.SQL("true" if selection.bound()["copies"] is None else _COPIES)
+        return sql.SQL(rows).format(**self._names, copies=copies)
 
     def _run(self, query: LiteralString, values: dict[str, Any], **names: sql.Composable) -> Sequence[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:

@@ -128,7 +128,7 @@ class HiddenEvents:
             for seen in hidden:
                 part = hanging[seen.partition]
                 part.events += 1
-                if seen.event_id in held:
+                if (seen.event_id, seen.mark) in held:
                     part.held += 1
                 elif len(part.missing) < _MOST_MISSING:
                     part.missing.append(seen.event_id or "")

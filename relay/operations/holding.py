@@ -12,9 +12,8 @@ import psycopg
 from psycopg import sql
 
 from outbox._clients.clock import uptime
-from outbox.errors import OperationRefused, SchemaError
+from outbox.errors import OperationRefused, OutboxError, SchemaError
 from relay.core.lease import Lease
-from relay.core.ports import Unavailable
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.settle.statements import lease_values, names_of
@@ -25,6 +24,11 @@ _RENEW_SECONDS: Final = 10.0
 RENEW: Final = """
 UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
   FROM {leases} WHERE {ours}"""
+
+# A lane that is being settled has its row locked, perhaps for long. The others do not wait for it.
+_RENEW_FREE: Final = """
+UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
+ WHERE lane IN (SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED)"""
 
 # The row still names the ids to fence.
 _LET_GO: Final = """
@@ -75,7 +79,7 @@ class Holding:
         self._stop.set()
         self._thread.join()
         # A lease that is not released expires.
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(OutboxError):
             self._execute(_LET_GO)
 
     @property
@@ -92,6 +96,9 @@ class Holding:
         with self._lock:
             self._leases[lane] = Lease(lane, epoch, LEASE_SECONDS, uptime(), owner=self.owner)
 
+    def add_former(self, lane: int, former: Collection[str]) -> None:
+        self._former[lane] = {*self._former[lane], *former}
+
     def done(self, lane: int) -> None:
         with self._lock:
             del self._leases[lane]
@@ -102,8 +109,8 @@ class Holding:
     def _keep_renewing(self) -> None:
         while not self._stop.wait(_RENEW_SECONDS):
             # The next renewal, on a new connection, still comes before the lease expires.
-            with contextlib.suppress(Unavailable):
-                self._execute(RENEW)
+            with contextlib.suppress(OutboxError):
+                self._execute(_RENEW_FREE)
 
     def _execute(self, statement: str) -> None:
         with self._lock:

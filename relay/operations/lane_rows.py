@@ -77,7 +77,7 @@ UPDATE pg_temp.outbox_reconcile AS r SET found = true, superseded = true FROM la
    AND r.id < last.id AND r.created_at <= last.before"""
 
 _HELD: Final = """
-SELECT seen.event_id::text, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
+SELECT seen.event_id::text, seen.mark, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
   JOIN pg_temp.outbox_reconcile AS r ON r.event_id = seen.event_id AND r.mark = seen.mark"""
 
 _FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found GROUP BY lane"
@@ -233,11 +233,12 @@ class LaneRows:
         """Return the event ids of the listed rows that are superseded, by lane."""
         return dict(self.run(_SUPERSEDED, (), "reading what is superseded"))
 
-    def held(self, seen: Sequence[TopicRecord]) -> dict[str, int]:
-        """Return the event ids of those records that have a listed row, each with the row's lane."""
+    def held(self, seen: Sequence[TopicRecord]) -> dict[tuple[str, str], int]:
+        """Return event id and mark of those records that have a listed row, each with the row's lane."""
         keys = {(one.event_id, one.mark) for one in seen if one.event_id is not None}
         values = [event_id for event_id, _ in keys], [mark for _, mark in keys]
-        return dict(self.run(_HELD, values, "looking for the rows of what hangs"))
+        rows = self.run(_HELD, values, "looking for the rows of what hangs")
+        return {(event_id, mark): lane for event_id, mark, lane in rows}
 
     def settle(self, lane: int, held: Mapping[str, Any]) -> None:
         """Settle a lane's rows that are on Kafka, under its row lock and only while ``held`` is its lease."""

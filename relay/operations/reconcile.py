@@ -11,8 +11,8 @@ It is aborted, in the lane's partition of the state topic and in the events' par
 rows of the hidden events: they are published again. Otherwise nothing is done, because those events would be lost.
 
 Relays may keep running: it holds only the lanes that it repairs. Each is taken in Postgres (epoch), then the
-transactional.id in its row is fenced; reconcile's own id is in the row before its markers are written. The rows are
-listed in a temporary table: connect to the server itself, not to a pooler.
+transactional.ids in its row and its last marker are fenced; reconcile's own id is in the row before its markers are
+written. The rows are listed in a temporary table: connect to the server itself, not to a pooler.
 
 | killed                                    | what follows                                                   |
 |-------------------------------------------|----------------------------------------------------------------|
@@ -280,14 +280,17 @@ class Reconciler:
         rows = self._rows.count(lanes)
         left = list(lanes)
         while left:
-            seen = self._lanes()
+            before = self._lanes()
             read = self._state.read(left, decided=False)
+            # The WAL's end as well: what the markers name was committed before it.
+            after = self._lanes()
+            seen = {lane: _beside(read.markers.get(lane), before[lane], after[lane]) for lane in left}
             compared = {lane: self._compare(lane, seen[lane], read) for lane in left}
             now = self._lanes()
             for lane, (marker, problem) in compared.items():
                 # A running relay changes both sides; only a lane that did not change meanwhile can have a
                 # contradiction.
-                if problem is None or now[lane].last_batch == seen[lane].last_batch:
+                if problem is None or now[lane].last_batch == before[lane].last_batch:
                     batch = marker.batch if marker is not None else None
                     states[lane] = LaneComparison(lane, seen[lane].last_batch, batch, problem, rows.get(lane, 0))
             left = [lane for lane in left if lane not in states]
@@ -374,6 +377,10 @@ class Reconciler:
             holding.add(lane, row[0], [] if row[1] is None else own_ids(row[1]))
 
     def _fence(self, holding: Holding, lanes: Collection[int]) -> None:
+        # A failover may have lost what a row said of the marker's writer.
+        for lane, marker in self._state.read(lanes, decided=False).markers.items():
+            if marker is not None and marker.writer is not None:
+                holding.add_former(lane, own_ids(marker.writer))
         for transactional_id in sorted(holding.former(lanes)):
             fence(self._producer, transactional_id, _KAFKA_SECONDS, _KAFKA_SECONDS)
 
@@ -471,3 +478,14 @@ class Reconciler:
 
     def _note(self, what: str, reason: str, details: Mapping[str, object]) -> None:
         note(self._connection, self._names, what, reason, details)
+
+
+def _beside(marker: Marker | None, before: Lane, after: Lane) -> Lane:
+    """Return a lane as it was while its marker was read.
+
+    A relay that settles batches meanwhile goes on with it, so its marker was sound.
+    """
+    if marker is None or before.last_batch == after.last_batch:
+        return after
+    settled = (before.last_batch or 0) <= marker.batch <= (after.last_batch or 0) + 1
+    return after._replace(last_batch=marker.batch) if settled else after

@@ -181,12 +181,14 @@ class Recovery(Reconciler):
         if findings.hanging:
             raise OperationRefused(_hides(findings.hanging))
         bound: dict[str, Any] = {"since": since, "until": until, "from": since - CLOCKS, "later": since + CLOCKS}
-        archived_from = None
-        if days := self._settings.relay.archive_days:
-            [(first,)] = self._rows.run(statements.ARCHIVE_FROM, {"days": days}, "reading the archive")
-            archived_from = first if first > bound["later"] else None
+        # An empty archive shows nothing: it may have been off at the point, or pruned since. Of the minute before the
+        # point it shows all only if it begins before that.
+        first = None
+        if self._settings.relay.archive_days:
+            [(first,)] = self._rows.run(statements.ARCHIVE_FROM, (), "reading the archive")
+        archived_from = first if first is not None and first > bound["later"] else None
         known = None if archived_from is None else archived_from + CLOCKS
-        bound |= {"archive": days > 0, "dead": DEAD_LETTER, "known": known}
+        bound |= {"archived": first is not None and first <= bound["from"], "dead": DEAD_LETTER, "known": known}
         self._rows.list_rows([state.lane for state in findings.lanes])
         read, others = self._read_topics(self._starts(bound))
         kinds = self._rows.run(statements.STANDING_TYPES, (), "reading the kinds of events")
@@ -472,9 +474,10 @@ def _written(record: TopicRecord) -> dt.datetime:
     """Return when the event was written, by the database's clock; the beginning of time if that is not known."""
     try:
         time = dt.datetime.fromisoformat(record.written)
-    except ValueError:
+        # Postgres takes no zone of 16 hours or more.
+        return time.replace(tzinfo=dt.UTC) if time.tzinfo is None else time.astimezone(dt.UTC)
+    except (ValueError, OverflowError):
         return dt.datetime.min.replace(tzinfo=dt.UTC)
-    return time if time.tzinfo is not None else time.replace(tzinfo=dt.UTC)
 
 
 def _milliseconds(time: dt.datetime) -> int:

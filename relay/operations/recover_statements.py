@@ -26,9 +26,7 @@ ARCHIVED: Final = """
 SELECT min({created_at}), array_agg(DISTINCT topic) FILTER (WHERE topic IS NOT NULL)
   FROM {published} WHERE published_at >= %(since)s AND published_at < %(until)s"""
 
-# Retention deletes what is older; so it may have deleted all.
-ARCHIVE_FROM: Final = """
-SELECT coalesce(min(published_at), clock_timestamp() - make_interval(days => %(days)s)) FROM {published}"""
+ARCHIVE_FROM: Final = "SELECT min(published_at) FROM {published}"
 
 RELAYS: Final = "SELECT count(*) FROM {relays} WHERE {alive}"
 
@@ -41,7 +39,7 @@ SELECT l::text, lane, owner, lease_until::text, lease_until >= clock_timestamp()
 # What reconcile and this have settled without an archive is in the audit only.
 LOST: Final = """
 SELECT DISTINCT ON (s.event_id) s.event_id::text, s.key, s.topic, s.partition, s."offset", s.at,
-       s.written >= %(since)s OR s.at >= %(later)s OR %(archive)s,
+       s.written >= %(since)s OR s.at >= %(later)s OR %(archived)s,
        %(known)s::timestamptz IS NULL OR s.at >= %(known)s
   FROM pg_temp.outbox_recover AS s
  WHERE s.ours AND s.mark = '' AND s.at >= %(from)s AND s.at < %(until)s

@@ -1,7 +1,8 @@
 """Find one event on the relay's side: scheduled, waiting, retrying, dead, or published. For `outbox trace`.
 
 An event is in one table at a time: in ``scheduled``, ``events``, the dead letters, or the archive. One transaction
-moves it from one to another. Without an archive a published event leaves no row, and its topic has to be searched.
+moves it from one to another. Its replays, and its copy for a dead-letter topic, have its id, and later rows. Without an
+archive a published event leaves no row, and its topic has to be searched.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import datetime as dt
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, LiteralString
 from uuid import UUID
 
@@ -36,7 +38,7 @@ _WAITING: Final = """
 SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, {created_at} AS created_at,
        (SELECT count(*) FROM (SELECT FROM {events} AS b WHERE b.lane = e.lane AND b.id < e.id
                                LIMIT %(most)s) AS counted) AS before
-  FROM {events} AS e WHERE e.event_id = %(event_id)s LIMIT 1"""
+  FROM {events} AS e WHERE e.event_id = %(event_id)s ORDER BY e.id LIMIT 1"""
 
 _OWNER: Final = """
 SELECT CASE WHEN lease_until >= clock_timestamp() THEN owner END AS owner FROM {lanes} WHERE lane = %(lane)s"""
@@ -49,12 +51,12 @@ SELECT attempts, last_error, last_failed_at,
 _DEAD: Final = """
 SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, {created_at} AS created_at, attempts,
        last_error, dead_at
-  FROM {dead_letters} WHERE event_id = %(event_id)s LIMIT 1"""
+  FROM {dead_letters} WHERE event_id = %(event_id)s ORDER BY id LIMIT 1"""
 
 _PUBLISHED: Final = """
 SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, {created_at} AS created_at, published_at,
        topic, partition, "offset"
-  FROM {published} WHERE event_id = %(event_id)s ORDER BY published_at LIMIT 1"""
+  FROM {published} WHERE event_id = %(event_id)s ORDER BY id LIMIT 1"""
 
 _SCHEDULED: Final = """
 SELECT event_id, aggregate_type, aggregate_id, event_type, scheduled_at, not_before
@@ -148,12 +150,13 @@ def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID, hidde
             dead, published = read("dead_letters", _DEAD), read("published", _PUBLISHED)
             scheduled = read("scheduled", _SCHEDULED)
     hidden.update(visible.hidden)
-    if waiting is not None:
+    first = min((row for row in (waiting, dead, published) if row is not None), key=itemgetter("id"), default=None)
+    if waiting is not None and waiting is first:
         last = failure.pop("last_failed_at", None)
         return Event(state="waiting" if last is None else "retrying", **waiting, **failure)
-    if dead is not None:
+    if dead is not None and dead is first:
         return Event(state="dead", **dead)
-    if published is not None:
+    if published is not None and published is first:
         topic, partition, offset = (published.pop(name) for name in ("topic", "partition", "offset"))
         message = None if topic is None else MessageRef(topic, partition, offset)
         return Event(state="published", message=message, **published)

@@ -324,7 +324,10 @@ class Cdc:
             self._make_slot()
         version = self._slot.look().publication_version_now
         with self._durably("writing the checkpoint"):
-            self._run(_CHECKPOINT, version=version)
+            if self._run(_CHECKPOINT, version=version).rowcount != 1:
+                raise OperationRefused(
+                    f"another session has just dropped the slot {self._names.slot!r}: see `outbox cdc status`"
+                )
             self._read_the_table("cdc setup" if reason is None else "cdc repair", reason)
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ from outbox._clients.counting import counted
 from outbox._clients.kafka_client import Admin
 from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
 from relay.kafka.open_transactions import OpenTransaction, Whose
+from relay.operations.trace import time_of
 from relay.parts import build_open_transactions
 
 _SECONDS: Final = 10.0
@@ -129,8 +129,10 @@ def _open_transactions(settings: Settings) -> Iterator[Finding]:
 
 
 def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
-    age = 0.0 if found.since is None else time.time() - found.since
-    since = "" if found.since is None else f", since {dt.datetime.fromtimestamp(found.since, dt.UTC).isoformat()}"
+    # A writer may have made up a time that no calendar has.
+    began = None if found.since is None or found.since < 0 else time_of(int(found.since * 1000))
+    age = 0.0 if began is None else time.time() - began.timestamp()
+    since = "" if began is None else f", since {began.isoformat()}"
     whose = {
         Whose.AN_OUTBOX: " of a relay",
         Whose.ANOTHER: " of another program",
@@ -142,7 +144,7 @@ def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
         f"read_committed readers wait at offset {found.undecided.stable}, of {found.undecided.end}, for the end of a "
         f"transaction{whose}{since}; "
     )
-    if found.since is not None and age >= limit:
+    if age >= limit:
         return failure(
             about,
             f"{text}it has exceeded its timeout: a broker has lost its end (KAFKA-20734), or no coordinator answers",
@@ -218,6 +220,9 @@ def _lower_timeout(settings: Settings, limit: int) -> str:
 
 
 def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
+    if not topic.partitions:
+        yield warning(f"topic {name}", "it is just being created", "run this again")
+        return
     copies = min(len(partition.replicas) for partition in topic.partitions.values())
     required = int(config("min.insync.replicas"))
     text = (

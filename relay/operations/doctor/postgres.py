@@ -225,20 +225,22 @@ def check_ids(connection: psycopg.Connection[Any], schema: str) -> Iterator[Find
         )
     if not readable:
         return
-    lanes = sql.Identifier(schema, "lanes").as_string(None)
-    ((next_id,),) = connection.execute(sql.SQL(_NEXT).format(sequence=sql.Identifier(*sequence))).fetchall()
-    for table in ("events", "failures", "dead_letters", "published"):
-        highest = _highest_id(connection, schema, table)
-        if highest is not None and highest >= next_id:
-            yield failure(
-                "ids of events",
-                f"the next event gets the id {next_id}, and {schema}.{table} has ids up to {highest}: "
-                "TRUNCATE … RESTART IDENTITY, a sequence that was reset, or a copy without it. Ids repeat, and running "
-                "relays skip lower ones",
-                f"stop the relays; ALTER TABLE {name} ALTER COLUMN id RESTART WITH {highest + 1}; "  # noqa: S608  shown
-                f"UPDATE {lanes} SET low_water_mark = NULL, mark_failures = NULL; start them again",
-            )
-            return
+    # The sequence last: it is ahead of all that writers have added meanwhile.
+    tables = ("events", "failures", "dead_letters", "published")
+    highest, table = max((_highest_id(connection, schema, table) or 0, table) for table in tables)
+    ids = sql.Identifier(*sequence).as_string(None)
+    ((next_id,),) = connection.execute(sql.SQL(_NEXT).format(sequence=sql.SQL(ids))).fetchall()
+    if highest >= next_id:
+        lanes = sql.Identifier(schema, "lanes").as_string(None)
+        yield failure(
+            "ids of events",
+            f"the next event gets the id {next_id}, and {schema}.{table} has ids up to {highest}: "
+            "TRUNCATE … RESTART IDENTITY, a sequence that was reset, or a copy without it. Ids repeat, and running "
+            "relays skip lower ones",
+            "stop the relays and the writers; "  # noqa: S608  shown
+            f"SELECT setval('{ids}', greatest(last_value, {highest})) FROM {ids}; "
+            f"UPDATE {lanes} SET low_water_mark = NULL, mark_failures = NULL; start them again",
+        )
 
 
 def _highest_id(connection: psycopg.Connection[Any], schema: str, table: str) -> int | None:

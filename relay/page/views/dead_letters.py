@@ -51,7 +51,7 @@ def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[View]:
         return _act(page, side, request, form, reason)
 
     # Those that are named, or else a group.
-    fields = {side.id_field: f"{MANY}which ones", **side.filters}
+    fields = {side.id_field: f"{MANY}{side.which}", **side.filters}
     return [
         View(
             side.path,
@@ -94,6 +94,7 @@ class _RelaySide:
 
     path: Final = "/dead-letters/relay"
     id_field: Final = "event_id"
+    which: Final = "event ids; of copies for dead-letter topics, lane/id"
     filters: Final = {"kind": "the kind of error", "type": "an aggregate type", "state": "dead or retrying"}
     pages: Final = dict.fromkeys(("at", "lane", "id"), "where the page begins: `more` of the page before")
     noun: Final = "dead letters"
@@ -121,22 +122,25 @@ class _RelaySide:
 
     def selection(self, form: Form) -> tuple[Selection, str]:
         """Return the events that a form names, and a text for them."""
-        ids = [str(event_id_of(text)) for text in form.all(self.id_field)]
-        if ids:
-            return Selection(ids), ids[0] if len(ids) == 1 else f"{len(ids)} events"
+        texts = form.all(self.id_field)
+        if texts:
+            what = texts[0] if len(texts) == 1 else f"{len(texts)} events"
+            if all("/" in text for text in texts):
+                return Selection(rows=[_row(text) for text in texts]), what
+            return Selection([str(event_id_of(text)) for text in texts]), what
         chosen = Filter(form.exact("kind"), form.exact("type"), form.exact("state"))
         if chosen == Filter():
             raise ConfigurationError("give the ids of events, or a group of them")
         what = "events" + (f" of {chosen.type}" if chosen.type is not None else "")
         what += f" with: {chosen.kind}" if chosen.kind else ""
         with self._page.outbox() as connection:
-            found = DeadLetters(connection, self._page.schema).event_ids(chosen)
+            found = DeadLetters(connection, self._page.schema).rows(chosen)
         if not found:
             raise ConfigurationError("no failed event matches any more")
-        return Selection(found), f"the first {COUNTED:,} {what}" if len(found) >= COUNTED else what
+        return Selection(rows=found), f"the first {COUNTED:,} {what}" if len(found) >= COUNTED else what
 
     def size(self, selection: Selection) -> int:
-        return len(selection.event_ids or ())
+        return len(selection.event_ids or selection.rows or ())
 
     def count(self, selection: Selection, *, discard: bool) -> list[str]:
         with self._page.outbox() as connection:
@@ -161,6 +165,7 @@ class _ConsumerSide:
 
     path: Final = "/dead-letters/consumer"
     id_field: Final = "number"
+    which: Final = "which ones"
     filters: Final = {
         "kind": "the kind of error",
         "group": "a consumer group",
@@ -252,6 +257,11 @@ def _number(text: str) -> int:
     if number is None:
         raise ConfigurationError("give the number of a dead letter")
     return number
+
+
+def _row(text: str) -> tuple[int, int]:
+    lane, _, number = text.partition("/")
+    return _number(lane), _number(number)
 
 
 def _cursor(asked: Mapping[str, str]) -> FailureCursor | None:

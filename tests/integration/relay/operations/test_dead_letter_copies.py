@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from uuid import UUID
 
 import pytest
-from failing_lane import COPIED, Lane, half, hurry, lane, retried, turn
+from failing_lane import COPIED, Lane, half, hurry, lane, outbox, retried, turn
 
 from outbox import Event, Outbox
 from outbox._app.choices import OnFailure
 from relay.core.ports import Receipt
 from relay.kafka.routing import Route, Router
 from relay.operations.dead_letters import Selection
+from relay.operations.trace import find
 
 __all__ = ["lane"]
+
+IS_COPY = "coalesce(headers ? 'outbox-dead-letter', false)"
 
 
 def copies(lane: Lane) -> list[Any]:
@@ -44,6 +48,62 @@ def test_a_copy_waits_for_nobody_and_blocks_nobody(lane):
     assert copies(lane) == []
     lane.desk().discard(Selection(), "both")
     assert turn(source) == ["a2"]
+
+
+def test_an_event_id_names_the_event_and_its_copy_only_if_that_is_asked(lane):
+    def died() -> tuple[str, list[Any]]:
+        (event_id,) = lane.add("a1")
+        # First the event, then the copy, each in the turns of its kind.
+        for _ in range(4):
+            half(source, "a1")
+        return event_id, lane.rows(f"SELECT {IS_COPY} FROM outbox.dead_letters ORDER BY 1")
+
+    source = lane.source(COPIED, attempts=1)
+    event_id, dead = died()
+    assert dead == [(False,), (True,)]
+    outbox(lane, "dead-letters", "discard", event_id, "--copies", "--reason", "test")
+    assert lane.rows(f"SELECT {IS_COPY} FROM outbox.dead_letters") == [(False,)]
+    assert lane.rows("SELECT count(*) FROM outbox.failures") == [(1,)]
+    outbox(lane, "dead-letters", "discard", event_id, "--reason", "test")
+    event_id, dead = died()
+    assert dead == [(False,), (True,)]
+    outbox(lane, "dead-letters", "discard", event_id, "--reason", "test")
+    assert lane.rows(f"SELECT {IS_COPY} FROM outbox.dead_letters") == [(True,)]
+    assert "--copies" in outbox(lane, "dead-letters", "retry", event_id, status=1)
+    outbox(lane, "dead-letters", "retry", event_id, "--copies")
+    assert lane.rows("SELECT count(*) FROM outbox.dead_letters") == [(0,)]
+    # It waits for another attempt now, and is a copy still.
+    assert "--copies" in outbox(lane, "dead-letters", "retry", event_id, status=1)
+    outbox(lane, "dead-letters", "retry", event_id, "--copies")
+
+
+def test_an_event_is_traced_and_not_its_copy(lane):
+    source = lane.source(COPIED, attempts=1)
+    (event_id,) = lane.add("a1")
+    ((first,),) = lane.rows("SELECT id FROM outbox.events")
+
+    def traced() -> tuple[str, int | None]:
+        found = find(lane.admin, "outbox", UUID(event_id), {})
+        return found.state, found.id
+
+    half(source, "a1")
+    assert len(copies(lane)) == 1
+    assert traced() == ("dead", first)
+    for _ in range(4):
+        half(source, "a1")
+    assert copies(lane) == []
+    assert traced() == ("dead", first)
+    # The event waits again, under its old number, and the copy is dead.
+    retried(lane, event_id)
+    assert traced() == ("retrying", first)
+
+
+def test_no_event_ids_are_none_and_not_all(lane):
+    source = lane.source()
+    lane.add("a1")
+    turn(source, "a1")
+    assert lane.desk().discard(Selection([]), "none") == []
+    assert lane.rows("SELECT count(*) FROM outbox.dead_letters") == [(1,)]
 
 
 def test_a_copy_that_is_tried_again_does_not_hold_its_key_up(lane):

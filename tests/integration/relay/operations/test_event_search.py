@@ -180,9 +180,9 @@ def test_dead_events_and_groups_of_their_errors(connection):
     assert len(seen) == EVENTS // 2 - EVENTS // 100
     assert len({row["event_id"] for row in seen}) == len(seen)
     assert seen == sorted(seen, key=lambda row: (row["first_failed_at"], row["lane"], row["id"]))
-    assert len(pages.event_ids(Filter(state="dead"))) == insights.COUNTED
-    assert len(pages.event_ids(Filter("refused", state="retrying"))) == 300
-    assert pages.event_ids(Filter("nothing like it")) == []
+    assert len(pages.rows(Filter(state="dead"))) == insights.COUNTED
+    assert len(pages.rows(Filter("refused", state="retrying"))) == 300
+    assert pages.rows(Filter("nothing like it")) == []
 
 
 def test_contents_of_an_event_wherever_it_is(connection):

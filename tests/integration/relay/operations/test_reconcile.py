@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 import signal
+import time
+import uuid
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 
 import psycopg
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from raw_kafka import HangingTransaction
 from reconcile_support import Outbox, hanging, outbox, relay_settings, unverified
 from support import IMPATIENT, wait_until
 
 from outbox._app.settings import client_options
 from relay.config import load, producer_options, state_topic_name
+from relay.core.marker import Marker
+from relay.database import Connector
 from relay.kafka.offsets import Offsets
+from relay.kafka.takeover import own_ids
 from relay.operations import hidden_events, topic_scan
 from relay.operations.hidden_events import abort_hanging
-from relay.operations.lane_rows import _SETTLE_ROWS
+from relay.operations.holding import Holding
+from relay.operations.lane_rows import _SETTLE_ROWS, LaneComparison
+from relay.operations.reconcile import Reconciler
+from relay.settle.statements import names_of
 
 __all__ = ["hanging", "outbox", "unverified"]
 
@@ -169,6 +180,83 @@ def test_a_relay_that_lives_loses_the_lanes_that_are_repaired_and_no_others(outb
     assert relay.wait() == 0
 
 
+@pytest.fixture
+def beside(outbox, monkeypatch):
+    """Look at lanes as beside a relay that writes a marker of lane 3 whenever the markers are to be read."""
+    desk = Reconciler(
+        load(
+            database_url=outbox.url,
+            name=outbox.name,
+            delivery="exactly-once",
+            kafka={"bootstrap.servers": outbox.kafka.bootstrap_servers},
+        )
+    )
+    read = desk._state.read
+    producer = Producer({"bootstrap.servers": outbox.kafka.bootstrap_servers})
+
+    def look(markers: Iterator[Marker]) -> dict[int, LaneComparison]:
+        def written(lanes, **options):
+            # No marker is left if it reads again and again.
+            producer.produce(outbox.state.name, next(markers).encode(), b"marker", partition=3)
+            assert producer.flush(30) == 0
+            return read(lanes, **options)
+
+        monkeypatch.setattr(desk._state, "read", written)
+        return {state.lane: state for state in desk.look(search=False).lanes}
+
+    yield look
+    desk.close()
+
+
+def test_a_lane_that_is_faster_than_its_marker_is_read_has_no_problem(outbox, beside):
+    outbox.run("UPDATE outbox.lanes SET last_batch = 1 WHERE lane IN (3, 5)")
+
+    def markers() -> Iterator[Marker]:
+        for batch in (4, 7, 10):
+            outbox.run("UPDATE outbox.lanes SET last_batch = %s WHERE lane = 3", batch)
+            # Of rows that are settled by the time that somebody looks for them.
+            yield outbox.marker(batch - 1, [(1, str(uuid.uuid4()))])
+
+    states = beside(markers())
+    assert states[3].problem is None
+    # Another one that has a problem, and stands still, is found beside it.
+    assert "the state topic holds no marker" in (states[5].problem or "")
+
+
+def test_what_is_committed_while_the_markers_are_read_is_not_lost(outbox, beside):
+    outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 3")
+
+    def markers() -> Iterator[Marker]:
+        outbox.add(0, outbox.keys(0)[3], 1)
+        [(end,)] = outbox.run("SELECT (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint")
+        yield replace(outbox.marker(7), commit_lsn=end - 1)
+
+    assert beside(markers())[3].problem is None
+
+
+def test_the_writer_of_the_last_marker_is_fenced_too(outbox):
+    """As after a failover that has lost what the row said of it."""
+    writer = f"{outbox.name}.relay.isolated"
+    options = {"bootstrap.servers": outbox.kafka.bootstrap_servers, "transactional.id": own_ids(writer)[1]}
+    isolated = Producer(options)
+    isolated.init_transactions(30)
+
+    def publish() -> None:
+        isolated.begin_transaction()
+        marker = replace(outbox.marker(5), writer=writer)
+        isolated.produce(outbox.state.name, marker.encode(), b"marker", partition=3)
+        isolated.commit_transaction(30)
+
+    outbox.run("UPDATE outbox.lanes SET last_batch = 1 WHERE lane = 3")
+    publish()
+    outbox.kafka.await_transactions(outbox.state.name)
+    done = outbox.reconcile("--apply", "--reason", "failover")
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(KafkaException, match=r"(?i)fenced|epoch"):
+        publish()
+    assert outbox.state.last_markers([3])[3].batch == 6
+
+
 def test_an_outbox_of_another_name_is_not_repaired(outbox):
     """Its markers would be missed in the state topic of this name, and the lanes of its relays would stop."""
     outbox.run("UPDATE outbox.lanes SET last_batch = 7, transactional_id = %s", f"{outbox.name}.relay.alive")
@@ -266,6 +354,20 @@ def test_what_the_outbox_has_no_more_is_not_aborted(hanging):
     assert hanging.lane(0)["owner"] is None
 
 
+def test_the_row_of_an_event_is_not_that_of_its_copy(hanging):
+    """The event was put back, and its copy for a dead-letter topic, which has its id, is settled."""
+    (_, event_id, topic, key), *_ = hanging.batch
+    transaction = HangingTransaction(hanging.kafka.bootstrap_servers, hanging.id)
+    headers = {"ce_id": event_id}
+    both = [(key.encode(), b"{}", headers), (key.encode(), b"{}", headers | {"outbox-dead-letter": "too large"})]
+    transaction.write(topic, 1, both, int(time.time() * 1000) - 10_000)
+    before = hanging.undecided()
+    [part] = json.loads(hanging.reconcile().stdout)["hanging"]
+    assert (part["events"], part["held"], part["missing"]) == (2, 1, [event_id])
+    done = hanging.reconcile("--apply", "--reason", "try")
+    assert (done.returncode, "of 2 events" in done.stderr, hanging.undecided()) == (1, True, before), done.stderr
+
+
 def test_a_repair_that_leaves_settled_events_hidden_is_no_success(hanging):
     """No lane waits for them, and the outbox has none of their rows: nothing else would tell."""
     hanging.hang(state=False)
@@ -321,6 +423,26 @@ def test_what_hangs_is_ended_for_good(hanging, monkeypatch):
     consumer.assign([TopicPartition(hanging.topics[0], 1, 0)])
     assert len(consumer.consume(5, 30)) == 5
     consumer.close()
+
+
+def test_the_leases_of_other_lanes_are_renewed_while_one_is_settled(outbox, monkeypatch):
+    """A large batch takes longer than a lease lasts."""
+    monkeypatch.setattr("relay.operations.holding._RENEW_SECONDS", 0.1)
+
+    def renewed() -> set[int]:
+        return {lane for (lane,) in outbox.run("SELECT lane FROM outbox.lanes WHERE lease_until > clock_timestamp()")}
+
+    with Holding(Connector(outbox.url, "test"), names_of("outbox")) as holding:
+        with psycopg.connect(outbox.url) as settling:
+            settling.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
+            with psycopg.connect(outbox.url) as admin:
+                admin.execute("UPDATE outbox.lanes SET owner = %s WHERE lane IN (0, 2)", (holding.owner,))
+            for lane in (0, 1, 2):
+                holding.add(lane, outbox.lane(lane)["epoch"], [])
+            wait_until(lambda: renewed() == {0, 2}, 10, "the others to be renewed")
+            settling.execute("UPDATE outbox.lanes SET owner = %s WHERE lane = 1", (holding.owner,))
+        wait_until(lambda: renewed() == {0, 1, 2}, 10, "the settled one to be renewed")
+    assert renewed() == set()
 
 
 # -- release

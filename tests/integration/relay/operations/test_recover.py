@@ -29,14 +29,16 @@ __all__ = ["outbox", "restored"]
 
 
 def test_each_table_is_compared(restored):
-    lost, waiting, again, changed, later, dead, kept, missing = (new_id() for _ in range(8))
+    lost, waiting, again, changed, later, dead, kept, missing, early = (new_id() for _ in range(9))
     for event_id in (waiting, again, changed):
         restored.put("events", event_id)
     restored.put("scheduled", later, ", not_before", ", now() + interval '1 hour'")
     restored.put("scheduled", new_id(), ", not_before", ", now() + interval '1 hour'")
     restored.letter(dead, blocks=True)
-    for event_id in (kept, missing):
-        restored.put("published", event_id, ", lane, id, created_at", ", 1, 12, now()")
+    for event_id, ago in ((kept, 3600), (missing, 0)):
+        columns = ", lane, id, created_at, published_at"
+        restored.put("published", event_id, columns, f", 1, 12, now(), now() - interval '{ago} seconds'")
+    restored.send(early, seconds_ago=3570)
     restored.send(lost, again, later, dead, kept)
     restored.send(changed, value=b'{"n": 2}')
     # Of another outbox, and a replay.
@@ -51,7 +53,7 @@ def test_each_table_is_compared(restored):
     of_all_times = ("--since", "1970-01-01", "--until", "9998-12-31T23:59:59")
     whole = restored.command("recover", *of_all_times, "--dry-run", "--json", settings=ARCHIVE)
     # Within a minute of where the archive begins.
-    assert lost in ids(json.loads(whole.stdout)["unsure"])
+    assert early in ids(json.loads(whole.stdout)["unsure"])
     restored.recover("--reason", "restored")
     assert restored.run("SELECT event_id::text FROM outbox.events ORDER BY id") == [(waiting,), (changed,)]
     assert restored.run("SELECT count(*) FROM outbox.scheduled") == [(1,)]
@@ -72,7 +74,7 @@ def test_the_archive_shows_nothing_of_the_time_before_it_begins(restored):
     restored.send(known, lost, seconds_ago=2 * day - 600)
     restored.since = "2020-01-01"
     found = restored.recover("--dry-run", status=1)
-    # An empty archive reaches as far back as it is kept.
+    # An empty archive shows nothing; these are later than the point.
     assert (ids(found["lost"]), ids(found["unsure"])) == ({settled, known, lost}, set())
     columns = ", lane, id, created_at, published_at"
     restored.put("published", known, columns, ", 1, 12, now(), now() - interval '2 days'")
@@ -292,7 +294,7 @@ def test_what_a_relay_published_by_a_clock_hours_behind_is_settled(restored, del
 
 
 def test_records_of_any_program_break_nothing(restored):
-    """A NUL in a header, which Postgres takes in no text, and a time in microseconds."""
+    """A NUL in a header, and a zone of 16 hours, which Postgres takes in none; and a time in microseconds."""
     # Of other tests on this broker, whose records have such times too.
     others = restored.recover("--dry-run")["records"]
     restored.put("events", event_id := new_id())
@@ -300,12 +302,13 @@ def test_records_of_any_program_break_nothing(restored):
     producer = Producer({"bootstrap.servers": restored.kafka.bootstrap_servers})
     for name, value in (("outbox-replay", "\0"), ("outbox-dead-letter", "a\0"), ("ce_source", "\0"), ("ce_time", "\0")):
         restored.send(event_id, headers=[(name, value)])
+    restored.send(event_id, headers=[("ce_time", "2024-01-01T00:00:00+16:00")])
     restored.send(f"{event_id}\0")
     micros = int(time.time() * 1_000_000)
     producer.produce(topic, b"{}", headers=[("ce_id", new_id())], timestamp=micros)
     assert producer.flush(60) == 0
     found = restored.recover("--dry-run", status=1)
-    assert (found["records"] - others, found["settled"], found["lost"]) == (6, {"1": [event_id]}, [])
+    assert (found["records"] - others, found["settled"], found["lost"]) == (7, {"1": [event_id]}, [])
 
 
 def test_without_an_archive_what_was_published_about_the_point_is_unsure(restored):

@@ -5,6 +5,7 @@ Published again, an earlier event would be the last of its key, and compaction w
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from collections.abc import Mapping
 
@@ -178,6 +179,22 @@ def test_nothing_counts_as_lost_while_kafka_does_not_say_what_it_compacts(outbox
     proxy.on(DESCRIBE_CONFIGS, drop_request, times=100, skip=proxy.seen(DESCRIBE_CONFIGS) - before - 1)
     done = restored.command("recover", "--since", restored.since, "--dry-run", settings=ARCHIVE)
     assert (done.returncode, "reading cleanup.policy" in done.stderr) == (1, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("archived", [False, True], ids=["empty", "begun since"])
+def test_what_was_settled_before_the_archive_began_supersedes_nothing(compacted, archived):
+    """It was published and settled just before the point, and a later event of its key waited at the point."""
+    point = dt.datetime.fromisoformat(compacted.since) - dt.timedelta(hours=1)
+    compacted.since = point.isoformat()
+    compacted.put("events", waiting := new_id(), ", created_at", ", now() - interval '3610 seconds'")
+    compacted.send(settled := new_id(), seconds_ago=3640)
+    if archived:
+        compacted.key = "another"
+        compacted.put("published", known := new_id(), ARCHIVED, ", 1, -1, now()")
+        compacted.send(known)
+    found = compacted.recover("--reason", "restored")
+    assert (ids(found["lost"]), ids(found["unsure"]), found["superseded"]) == (set(), {settled}, [])
+    assert compacted.run("SELECT event_id::text FROM outbox.events") == [(waiting,)]
 
 
 def test_a_record_of_another_outbox_supersedes_nothing(compacted):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime as dt
 import json
 from typing import Any
+from uuid import UUID
 
 import pytest
 from failing_lane import BLOCK, Lane, lane, name, outbox, turn
 
 from outbox import Event, Outbox
 from relay.core.ports import Receipt, RecordMetadata, UnsettledBatch
+from relay.operations.trace import MessageRef, find
 
 __all__ = ["lane"]
 
@@ -72,7 +74,17 @@ def test_a_replay_wants_to_be_told_what_and_a_yes(lane, archive):
     assert "say what to replay" in outbox(lane, "replay", "--yes", status=2)
     assert "answer yes, or give --yes" in outbox(lane, "replay", "--all", status=2)
     assert "--since" in outbox(lane, "replay", "--since", "yesterday", status=2)
+    # As with a variable of a script that is empty: not the events of all keys, or types.
+    for aggregate in ("", "/", "Order/", "/a"):
+        words = ("replay", "--since", "2001-01-01", "--aggregate", aggregate, "--yes")
+        assert "must be TYPE or TYPE/ID" in outbox(lane, *words, status=2)
     assert replayed(lane) == []
+
+
+def test_an_event_whose_replay_waits_is_traced_to_where_it_was_published(lane, archive):
+    outbox(lane, "replay", "--event-id", archive["a2"], "--yes")
+    found = find(lane.admin, "outbox", UUID(archive["a2"]), {})
+    assert (found.state, found.message) == ("published", MessageRef("orders", 0, 2))
 
 
 def test_an_event_that_was_replayed_is_replayed_once(lane, archive):

@@ -142,6 +142,19 @@ def test_no_slot_left_on_the_server(shell, monkeypatch):
         Cdc(Full(), SlotNames("outbox", shell.slot, "outbox_relay")).setup()
 
 
+def test_a_setup_whose_slot_another_session_drops_meanwhile_says_so(shell, monkeypatch):
+    make_slot = Cdc._make_slot
+
+    def replaced(cdc: Cdc) -> None:
+        make_slot(cdc)
+        shell.query("SELECT pg_drop_replication_slot(%s)", shell.slot)
+
+    monkeypatch.setattr(Cdc, "_make_slot", replaced)
+    _, output = shell.refused("cdc setup")
+    assert "another session has just dropped the slot" in output
+    assert (shell.query("SELECT * FROM outbox.streams"), shell.audit()) == ([], [])
+
+
 def test_a_downgrade_does_not_forget_the_slot(shell):
     shell.done("cdc setup")
     shell.done("relay switch", "wal")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlencode
 
 import psycopg
 from page_access import SECRET, audit, environment, failure, failures, serve
@@ -62,6 +63,28 @@ def test_what_was_shown_is_what_is_done(serve, environment):
         assert f"{count} dead letters would be discarded for good" in asked.text, (row, sent, asked.text)
         assert f"{count} events were discarded" in page.act(path, **sent, reason="gone").text
     assert remaining(environment) == {}
+
+
+def test_a_copy_is_acted_on_without_the_event_whose_id_it_has(serve, environment):
+    page = serve().sign_in()
+    failures(environment, "Order", "topic 'orders': too large", 1)
+    failures(environment, "Order", "topic 'orders-dead': too large", 2)
+    with psycopg.connect(environment) as connection:
+        connection.execute(
+            "UPDATE outbox.dead_letters SET event_id = (SELECT event_id FROM outbox.dead_letters WHERE id = 1), "
+            """headers = '{"outbox-dead-letter": "too large"}' WHERE id > 1"""
+        )
+    path = "/dead-letters/relay/discard"
+    group = {"kind": "topic 'orders-dead': too large", "type": "Order", "state": "dead"}
+    # One of them by its checkbox, and the other as a group.
+    listed = page.ask(f"/dead-letters/relay?{urlencode(group)}").text
+    one, _ = re.findall(r'name="event_id" value="([^"]+)"', listed)
+    assert "1 event was discarded" in page.act(path, event_id=one, reason="gone").text
+    assert "1 event was discarded" in page.act(path, **group, reason="gone").text
+    assert remaining(environment) == {("Order", "topic 'orders': too large"): 1}
+    nobody = {"event_id": "99999/1", "reason": "gone", "form_token": page.form_token()}
+    assert "nothing would be discarded" in page.ask(path, nobody).text
+    assert page.ask(path, {"event_id": "0/x", "reason": "gone", "form_token": page.form_token()}).status == 400
 
 
 def test_a_lock_keeps_no_other_view_from_being_shown(serve, environment):

@@ -175,6 +175,17 @@ def test_what_was_acknowledged_ahead_is_settled_when_one_of_the_others_fails():
     assert positions(sender) == {0: [11, 12, 14], 7: [701]}
 
 
+def test_nothing_is_sent_by_a_producer_that_has_purged(monkeypatch):
+    """All was acknowledged in the moment of the deadline: what librdkafka is given now, it may drop."""
+    sender, wire = new_sender()
+    purged: list[bool] = []
+    monkeypatch.setattr(Wire, "__len__", lambda _: 0 if purged else 1)
+    monkeypatch.setattr(wire, "purge", lambda: purged.append(True))
+    with pytest.raises(BrokerUnavailable):
+        sender.send({0: [claim(1, "a"), claim(2, "a")]}, 0.0)
+    assert (wire.sent, positions(sender), sender.failed) == ([1], {0: [1]}, False)
+
+
 COPIES = [
     # There is no topic for the copy any more.
     (Router({"Order": Route(TOPIC)}), [claim(21, "a", copy=True), claim(22, "a"), claim(23, "a")], [21], [22]),

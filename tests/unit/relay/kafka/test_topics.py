@@ -135,6 +135,19 @@ def test_a_topic_that_can_not_be_created_is_alone_unusable_and_tried_again(broke
     assert topics.reasons() == {}
 
 
+def test_a_topic_that_has_no_events_any_more_is_not_named_for_ever(broker):
+    """Another relay publishes them by now, or they were discarded."""
+    topics = broker.topics()
+    for broker.now in (0.0, 200.0):
+        with pytest.raises(TopicUnusable):
+            topics.require("late")
+        assert topics.reasons().keys() == {"late"}
+        broker.now += 120.5
+        assert topics.reasons().keys() == {"late"}
+        broker.now += 2.0
+        assert topics.reasons() == {}
+
+
 @pytest.mark.parametrize("code", [KafkaError._TRANSPORT, KafkaError.NOT_CONTROLLER, KafkaError.REQUEST_TIMED_OUT])
 def test_a_broker_that_creates_nothing_at_the_moment_says_nothing_about_the_topic(broker, code):
     topics = broker.topics(create=True)
