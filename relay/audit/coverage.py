@@ -19,6 +19,7 @@ from relay.audit.findings import EXPIRED, WindowAudit
 from relay.audit.ledger import LedgerState
 from relay.audit.sums import WINDOW_SECONDS, Window, minute_of, minute_start
 from relay.audit.topics import Extent, Topics
+from relay.audit.transactions import LATE_MINUTES
 from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.offsets import Partition
 
@@ -75,8 +76,11 @@ class Coverage:
     def of_ledger(self, found: LedgerState | str | None, key: bytes) -> None:
         """Note since when a ledger whose hashes have this key is kept."""
         kept = isinstance(found, LedgerState) and found.key == key
-        # Events of the minute in which it was turned on may have been written before.
-        first = minute_of(found.since) + 1 if isinstance(found, LedgerState) and kept else self._minutes.stop
+        # Events of the minute in which it was turned on may have been written before; and so may those of later ones,
+        # as the clocks of writers may be ahead.
+        first = self._minutes.stop
+        if isinstance(found, LedgerState) and kept:
+            first = minute_of(found.since) + 1 + LATE_MINUTES
         self._ledger_from = max(self._ledger_from, first)
 
     def of_retention(
