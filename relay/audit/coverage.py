@@ -46,6 +46,12 @@ class Coverage:
         self._cut: dict[str, float] = {}
         self._kept_since: Callable[[str], float] = lambda _: math.inf
 
+    @property
+    def whole(self) -> Collection[str]:
+        """The topics of which the archive has all events of all minutes."""
+        first, stop = self._minutes.start, self._minutes.stop
+        return self.own if self.archive.start <= first and stop <= self.archive.stop else ()
+
     def archived(self, window: Window) -> bool:
         """Return whether the archive has all events of a window that were published."""
         return window.minute in self.archive and window.topic in self.own

@@ -360,7 +360,8 @@ class Tables:
     def misplaced(self, places: Mapping[bytes, tuple[Partition, int]] | None = None) -> list[Misplaced]:
         """Return events that stand before one of their key with a lower id, or in a partition that their key had left.
 
-        The first MOST_MISPLACED of them, in the order of the minutes. An event that an operator has put back comes behind the later ones that had gone out by then.
+        The first MOST_MISPLACED of them, in the order of the minutes. An event that an operator has put back comes
+        behind the later ones that had gone out by then.
 
         places   by id (16 bytes), those of events of which the archive has none.
         """
