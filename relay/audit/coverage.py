@@ -73,8 +73,8 @@ class Coverage:
         if found is not None:
             first, last = found
             self.archive = range(first, self._minutes.stop if on else minute_of(last) + 1)
-            # Relays that keep no archive any more leave the old one.
-            self.archive_until = math.inf if on else last.timestamp()
+            # Relays that keep no archive any more leave the old one. Its times are not by their clocks.
+            self.archive_until = math.inf if on else last.timestamp() - _CLOCKS_SECONDS
 
     def of_archive_again(self, first: int | None) -> None:
         self.archive = range(0) if first is None else range(max(first, self.archive.start), self.archive.stop)
