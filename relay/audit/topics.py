@@ -220,7 +220,7 @@ class Topics:
         return (event_id, minute, headers, timed) if minute in minutes else None
 
     def _is_ours(self, headers: Mapping[str, Any]) -> bool:
-        return headers.get(CE_SOURCE, self._source) == self._source
+        return bool(headers.get(CE_SOURCE, self._source) == self._source)
 
     def _count_other(self, place: Partition, offset: int) -> None:
         if offset >= self._others_end.get(place, 0):
