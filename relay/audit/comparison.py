@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +13,13 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
+from outbox._app.choices import HeaderSet
 from outbox._app.settings import client_options
-from outbox._clients.counting import counted
 from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.errors import ConfigurationError
 from relay.audit import ledger
+from relay.audit.chosen import choose, left_out
 from relay.audit.coverage import Coverage
 from relay.audit.findings import (
     DIFFERENT,
@@ -48,13 +50,12 @@ from relay.audit.sums import (
     minute_start,
     unlike,
 )
-from relay.audit.tables import UNPUBLISHED, Archived, Committed, Misplaced, Tables, out_of_order
+from relay.audit.tables import MOST_MISPLACED, UNPUBLISHED, Archived, Committed, Misplaced, Tables, out_of_order
 from relay.audit.topics import OnKafka, Topics, window_sums
 from relay.audit.transactions import closed_now
-from relay.config import Settings, shared_source_note
+from relay.config import Delivery, Settings
 from relay.core.ports import Unavailable
 from relay.kafka.offsets import Partition
-from relay.operations.trace import topics_of
 from relay.parts import build_router
 
 _MOST_COMPARED: Final = 1_000_000
@@ -68,6 +69,11 @@ def audit(settings: Settings, scope: Scope, opened: Sessions | None = None) -> A
     with sessions(settings) if opened is None else nullcontext(opened) as used:
         comparison = _Comparison(settings, scope, used)
         found = comparison.run()
+        if settings.delivery is Delivery.AT_MOST_ONCE and "missing" in comparison.ledger_differences.values():
+            # Rows are deleted before they are sent: by then the last one is acknowledged, or lost.
+            time.sleep(settings.relay.lease_seconds)
+            comparison = _Comparison(settings, scope, used)
+            found = comparison.run()
         if (differ := comparison.ledger_differences) and comparison.skipped_topics:
             # Before a change of routes, what the ledger counts may have gone there.
             minutes = sorted(one.minute for one in differ)
@@ -109,9 +115,12 @@ class _Comparison:
             self._minutes,
             self._key,
             order_minutes=scope.order_minutes,
+            untimed=settings.headers is not HeaderSet.DEBEZIUM,
         )
         self._deleted: set[bytes] = set()
-        """The ids of archived events whose records Kafka has deleted."""
+        """The ids of archived events whose records Kafka has deleted, or are not compared."""
+        self._renamed: set[str] = set()
+        """Topics with records of this outbox that have another source."""
         self._placed: dict[bytes, tuple[Partition, int]] = {}
         """By id, the place on Kafka of events whose place the archive lacks."""
         self.ledger_differences: dict[Window, str] = {}
@@ -123,6 +132,10 @@ class _Comparison:
         self._groups: Groups | None = None
         if settings.relay.sink_url is not None or has_tables(opened.sink, settings.consumer_schema):
             self._groups = Groups(opened.sink, settings.consumer_schema, scope.group, self._minutes, self._key)
+        elif scope.group is not None:
+            raise ConfigurationError(f"--group {scope.group}: there are no tables of consumers")
+        else:
+            self._audit.notes.append("there are no tables of consumers here: give --sink-url if they are elsewhere")
 
     def run(self) -> Audit:
         read = self._read()
@@ -141,16 +154,21 @@ class _Comparison:
             with self._tables.snapshot():
                 misplaced = self._tables.misplaced(self._placed)
         self._order(misplaced, audited)
+        named = {(one.group, one.topic, one.text) for one in self._audit.differences}
         for window, group, text in lost:
-            # Of the others each event is named.
-            if audited[window].state == EXPIRED or group.forgot(window.minute):
+            # Of the others each event is named; and what was given up may lie between the events of several minutes.
+            what = group.name, window.topic, text
+            if (audited[window].state == EXPIRED or group.forgot(window.minute)) and what not in named:
+                named.add(what)
                 self._differ(audited[window], "missing", None, text, group.name)
         for one in audited.values():
             if (one.state == EQUAL and self._under_way(one)) or (one.state == EXPIRED and one.waiting):
                 one.state = OPEN
         in_order = sorted(audited.values(), key=lambda one: (one.window.minute, one.window.topic))
         self._audit.windows = [one for one in in_order if not one.empty]
-        self._say_what_was_left_out(read.groups)
+        self._audit.notes += self._coverage.notes(self._audit.windows)
+        skipped, renamed = self.skipped_topics, self._renamed
+        self._audit.notes += left_out(self._settings, self._audit, read.groups, self._topics, skipped, renamed)
         return self._audit
 
     def _read(self) -> Readings:
@@ -166,9 +184,12 @@ class _Comparison:
             archived_topics, lowest, all_known = self._tables.places()
             self._coverage.of_archive(self._tables.archived(), on=self._settings.relay.archive_days > 0)
         unarchived = {*unpublished[0], *unpublished[1], *scheduled, *written}
-        self._coverage.own, topics = self._topic_names(unarchived, archived_topics)
-        self._topics = Topics(self._options, topics, self._settings.ce_source, self._key)
-        complete = all_known and self._minutes.start in self._coverage.archive
+        known = {window.topic for window in unarchived} | set(archived_topics)
+        chosen = choose(self._settings, self._scope, self._router, self._groups, known)
+        self._coverage.own, topics, self.skipped_topics = chosen
+        untimed = self._settings.headers is not HeaderSet.DEBEZIUM
+        self._topics = Topics(self._options, topics, self._settings.ce_source, self._key, untimed=untimed)
+        complete = self._coverage.whole if all_known else ()
         self._extents = self._topics.extents(self._audit.since, lowest, complete=complete)
         self._audit.notes += [
             f"topic {topic} does not exist, or these credentials may not DESCRIBE it"
@@ -198,29 +219,10 @@ class _Comparison:
             with self._tables.snapshot():
                 self._coverage.of_archive_again(self._tables.archived_since())
         if self._ledger:
-            self._coverage.of_ledger(ledger.state(self._connection, self._settings.db_schema), self._key)
+            # It counts the events that were left out, too.
+            state = None if self._topics.untimed else ledger.state(self._connection, self._settings.db_schema)
+            self._coverage.of_ledger(state, self._key)
         self._coverage.of_kafka(self._topics, self._extents)
-
-    def _topic_names(self, windows: Collection[Window], archived: Collection[str]) -> tuple[set[str], set[str]]:
-        """Return the topics to which events of this outbox go, and those to read: of another outbox they may be too."""
-        if self._scope.topics is not None:
-            return set(self._scope.topics), set(self._scope.topics)
-        topics = {window.topic for window in windows} | set(archived)
-        topics |= {route.topic for route in (self._settings.routes or {}).values()}
-        read = set(topics)
-        if self._groups is not None:
-            with self._groups.snapshot():
-                found = self._groups.groups(None)
-            if self._scope.group is not None and not found:
-                raise ConfigurationError(f"--group {self._scope.group}: there is no such group with positions")
-            theirs = {topic for group in found for topic in group.topics}
-            read |= {topic for topic in theirs if self._router.may_write(topic) or topic in self._scope.former}
-            self.skipped_topics = theirs - read
-        elif self._scope.group is not None:
-            raise ConfigurationError(f"--group {self._scope.group}: there are no tables of consumers")
-        else:
-            self._audit.notes.append("there are no tables of consumers here: give --sink-url if they are elsewhere")
-        return topics, read or set(topics_of(self._options, self._router.may_write))
 
     def _applied(self, topics: Collection[str]) -> tuple[list[Group], dict[tuple[str, int], Sum]]:
         if self._groups is None:
@@ -228,22 +230,6 @@ class _Comparison:
         with self._groups.snapshot():
             groups = self._groups.groups(topics)
             return groups, self._groups.sums(groups)
-
-    def _say_what_was_left_out(self, groups: Sequence[Group]) -> None:
-        notes = self._audit.notes
-        notes += self._coverage.notes(self._audit.windows)
-        for group in groups:
-            if not group.remembers:
-                notes.append(
-                    f"group {group.name} does not keep the id of each event (see Dedup): only its positions are known"
-                )
-        if scheduled := sum(one.scheduled for one in self._audit.windows):
-            notes.append(f"{counted(scheduled, 'event')} scheduled: minutes are open until theirs are published")
-        for topic, count in sorted(self._topics.others.items()):
-            notes.append(f"topic {topic} has {counted(count, 'record')} not of this outbox: not compared")
-        shared = shared_source_note(self._settings)
-        if shared and any(one.kind == "unknown" for one in self._audit.differences):
-            notes.append(shared)
 
     def _under_way(self, one: WindowAudit) -> bool:
         waits = one.waiting > 0 or one.scheduled > 0 or any(group.waiting for group in one.groups.values())
@@ -317,6 +303,7 @@ class _Comparison:
 
     def _compare(self, audited: Mapping[Window, WindowAudit], windows: Sequence[Window]) -> None:
         """Compare the events of these windows: all windows of their minutes."""
+        self._topics.renamed.clear()
         new, _ = self._topics.since(self._extents)
         on_kafka = self._topics.events(windows, self._topics.spans({window.minute for window in windows}), new)
         with self._tables.snapshot():
@@ -352,6 +339,12 @@ class _Comparison:
             else:
                 one.committed = None
                 known |= records.keys() | late[window].keys()
+                everything = known | self._topics.renamed[window].keys()
+                if everything > known and self._is_in_ledger(window, everything, written):
+                    self._renamed.add(window.topic)
+                    known, one.state = everything, EXPIRED
+                # One that was discarded may have been sent again by hand: that is not known here.
+                dead = left[1][window]
             for event_id, kind, text in superfluous(records, known, dead, discarded):
                 self._differ(one, kind, event_id, text)
             # Without an archive, what is between the outbox and its readers may be under way.
@@ -359,7 +352,7 @@ class _Comparison:
             accounted[window] = Sum(len(known), self._sum(known)), whole
         self.explained |= {one for one in windows if self._coverage.counted(one) and not self._coverage.lost(one)}
         for one, kind, text in unlike_ledger(
-            audited, accounted, written, self._coverage, self._scope.former, self._now
+            audited, accounted, written, self._coverage, self._scope.former, self._now, self._closed
         ):
             self.ledger_differences[one.window] = kind
             self.explained.discard(one.window)
@@ -377,14 +370,16 @@ class _Comparison:
     ) -> set[bytes]:
         """Return the ids on Kafka of events that were committed, or may have been, while relays kept no archive."""
         more = on_kafka.keys() - known
-        if more and self._coverage.counted(window.window):
-            everything = known | more
-            if written.get(window.window) == Sum(len(everything), self._sum(everything)):
-                return more
+        if more and self._is_in_ledger(window.window, known | more, written):
+            return more
         more = {one for one in more if on_kafka[one][0].milliseconds > self._coverage.archive_until * 1000}
         if more:
             window.committed = None
         return more
+
+    def _is_in_ledger(self, window: Window, ids: Collection[bytes], written: Mapping[Window, Sum]) -> bool:
+        """Return whether these are all events that the ledger has of a window."""
+        return self._coverage.counted(window) and written.get(window) == Sum(len(ids), self._sum(ids))
 
     def _compare_archive(
         self,
@@ -403,6 +398,10 @@ class _Comparison:
                 else:
                     was_deleted = (row.offset or 0) < self._coverage.low.get(row.place, 0)
                     is_hidden = row.offset in hidden.get(row.place, ())
+                places = self._topics.renamed[one.window].get(event_id, ())
+                if any(row.place is None or place == (row.place, row.offset) for place in places):
+                    self._renamed.add(one.window.topic)
+                    was_deleted = True
                 if was_deleted:
                     deleted.add(event_id)
                     continue
@@ -478,6 +477,15 @@ class _Comparison:
         return group.reads <= read and not any(self._topics.others[topic] for topic in group.topics)
 
     def _order(self, misplaced: Sequence[Misplaced], audited: Mapping[Window, WindowAudit]) -> None:
+        if len(misplaced) == MOST_MISPLACED:
+            last = misplaced[-1].window.minute
+            self._audit.notes.append(
+                f"{MOST_MISPLACED:,} events are out of order before the end of {minute_start(last):%Y-%m-%d %H:%M}: "
+                "the order of later ones was not compared; give a shorter range"
+            )
+            for later in audited.values():
+                if later.window.minute >= last and later.state != EXPIRED:
+                    later.state = DIFFERENT
         for window, kind, event_id, text in out_of_order(misplaced):
             if (one := audited.get(window)) is not None and one.state != EXPIRED:
                 self._differ(one, kind, event_id, text)

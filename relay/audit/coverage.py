@@ -19,6 +19,7 @@ from relay.audit.findings import EXPIRED, WindowAudit
 from relay.audit.ledger import LedgerState
 from relay.audit.sums import WINDOW_SECONDS, Window, minute_of, minute_start
 from relay.audit.topics import Extent, Topics
+from relay.audit.transactions import LATE_MINUTES
 from relay.kafka.client import unavailable_on_kafka_error
 from relay.kafka.offsets import Partition
 
@@ -45,6 +46,12 @@ class Coverage:
         self._cut: dict[str, float] = {}
         self._kept_since: Callable[[str], float] = lambda _: math.inf
 
+    @property
+    def whole(self) -> Collection[str]:
+        """The topics of which the archive has all events of all minutes."""
+        first, stop = self._minutes.start, self._minutes.stop
+        return self.own if self.archive.start <= first and stop <= self.archive.stop else ()
+
     def archived(self, window: Window) -> bool:
         """Return whether the archive has all events of a window that were published."""
         return window.minute in self.archive and window.topic in self.own
@@ -66,8 +73,8 @@ class Coverage:
         if found is not None:
             first, last = found
             self.archive = range(first, self._minutes.stop if on else minute_of(last) + 1)
-            # Relays that keep no archive any more leave the old one.
-            self.archive_until = math.inf if on else last.timestamp()
+            # Relays that keep no archive any more leave the old one. Its times are not by their clocks.
+            self.archive_until = math.inf if on else last.timestamp() - _CLOCKS_SECONDS
 
     def of_archive_again(self, first: int | None) -> None:
         self.archive = range(0) if first is None else range(max(first, self.archive.start), self.archive.stop)
@@ -75,8 +82,11 @@ class Coverage:
     def of_ledger(self, found: LedgerState | str | None, key: bytes) -> None:
         """Note since when a ledger whose hashes have this key is kept."""
         kept = isinstance(found, LedgerState) and found.key == key
-        # Events of the minute in which it was turned on may have been written before.
-        first = minute_of(found.since) + 1 if isinstance(found, LedgerState) and kept else self._minutes.stop
+        # Events of the minute in which it was turned on may have been written before; and so may those of later ones,
+        # as the clocks of writers may be ahead.
+        first = self._minutes.stop
+        if isinstance(found, LedgerState) and kept:
+            first = minute_of(found.since) + 1 + LATE_MINUTES
         self._ledger_from = max(self._ledger_from, first)
 
     def of_retention(

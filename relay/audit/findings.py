@@ -177,6 +177,7 @@ class Scope:
     closed        all its minutes are known to be over; a scheduled event keeps none of them open.
     former        topics of groups to which no route leads: only to find what the ledger counts and others have not, and
                   what is repeated there. No other difference is recorded, as only so many are named.
+    more          further topics, if ``topics`` is None.
     key           of the hashes: that of a certificate, to repeat its sums; by default a new one.
     """
 
@@ -189,6 +190,7 @@ class Scope:
     order_minutes: int = 0
     closed: bool = False
     former: Collection[str] = ()
+    more: Collection[str] = ()
 
 
 def parts(found: Mapping[Window, WindowAudit]) -> Iterator[list[int]]:

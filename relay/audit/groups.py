@@ -50,15 +50,19 @@ _UNTIMED: Final = """
 SELECT message_id FROM {processed_messages}
  WHERE grp = ANY(%(groups)s) AND message_id = ANY(%(ids)s::uuid[])"""
 
-# Discarded letters are kept in the audit alone.
+# Of the topic that the group reads: one of its name that was deleted had other messages at these offsets. Discarded
+# letters are kept in the audit alone.
 _EXCUSED: Final = """
-SELECT topic, part, message_offset FROM {dead_letters} WHERE grp = %(group)s
+SELECT topic, part, message_offset FROM {dead_letters} JOIN {offsets} USING (grp, topic, part, topic_id)
+ WHERE grp = %(group)s
 UNION ALL
-SELECT details->>'topic', (details->>'part')::integer, (details->>'offset')::bigint FROM {audit}
- WHERE what = 'discard dead letter' AND details->>'group' = %(group)s"""
+SELECT o.topic, o.part, (a.details->>'offset')::bigint FROM {audit} AS a JOIN {offsets} AS o
+    ON a.details->>'group' = o.grp AND a.details->>'topic' = o.topic AND a.details->>'part' = o.part::text
+       AND a.details->>'topic_id' = o.topic_id
+ WHERE a.what = 'discard dead letter' AND o.grp = %(group)s"""
 
 _GIVEN_UP: Final = """
-SELECT grp, topic, part, first_offset, end_offset FROM {losses}
+SELECT grp, topic, part, first_offset, end_offset FROM {losses} JOIN {offsets} USING (grp, topic, part, topic_id)
  WHERE kind = 'given-up' AND grp = ANY(%(groups)s) AND found_at >= %(since)s
 UNION ALL
 SELECT grp, topic, part, unconfirmed_from, unconfirmed_end FROM {offsets}
@@ -186,7 +190,7 @@ class Groups:
     def excused(self, group: Group) -> set[tuple[Partition, int]]:
         """Return the places of messages that are dead letters of a group, or were discarded."""
         rows = self._rows(_EXCUSED, group=group.name)
-        return {(Partition(topic, number), offset) for topic, number, offset in rows if topic is not None}
+        return {(Partition(topic, number), offset) for topic, number, offset in rows}
 
     def _rows(self, query: LiteralString, **values: Any) -> list[tuple[Any, ...]]:
         cursor = psycopg.Cursor(self._connection)

@@ -28,7 +28,8 @@ def superfluous(
             yield event_id, "repeated", f"stands {len(records)} times: partition {', '.join(places)}"
         has_it = f"partition {places[0]} has it, and"
         if event_id not in known:
-            yield event_id, "unknown", f"{has_it} the outbox has no row of it"
+            text = f"{has_it} the outbox has no row of it: never committed, or published by a relay without an archive"
+            yield event_id, "unknown", text
         elif event_id in dead:
             yield event_id, "repeated", f"{has_it} it is a dead letter: a retry would send it again"
         elif event_id in discarded:
@@ -56,11 +57,13 @@ def unlike_ledger(
     coverage: Coverage,
     former: Collection[str],
     now: int,
+    closed: int,
 ) -> Iterator[tuple[WindowAudit, str, str]]:
     """Yield windows of which the ledger counts something else, each with the kind of the difference and a text.
 
     accounted  by window, the sum over the events that are known, and whether these must be all.
-    former     topics that count only for others: see ``unlike``. ``now``: this minute is not over.
+    former     topics that count only for others: see ``unlike``.
+    now        this minute is not over. From ``closed`` on, transactions may still bring events.
     """
     accounted = {window: known for window, known in accounted.items() if coverage.counted(window)}
     for window in accounted:
@@ -73,11 +76,14 @@ def unlike_ledger(
         if not whole:
             # The rest may be what waits, or what an open transaction hides.
             one.state = OPEN
-        # Of a minute that is not over, the readings differ by what is written meanwhile.
-        elif window.minute < now:
-            events = written.get(window, NOTHING).events
+            continue
+        # Of a minute that is not over, the readings differ by what is written meanwhile; and the last reading of Kafka
+        # may have what is committed after that of the tables.
+        events = written.get(window, NOTHING).events
+        missing = events >= known.events
+        if window.minute < (now if missing else min(now, closed)):
             where = "its archive" if coverage.archived(window) else "on Kafka"
             text = f"{counted(events, 'event')} written, and {known.events} in the outbox or {where}"
             if where == "on Kafka":
                 text += "; if routes have changed since, give --topic for the old and the new topic"
-            yield one, "missing" if events >= known.events else "unknown", text
+            yield one, "missing" if missing else "unknown", text

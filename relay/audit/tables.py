@@ -28,6 +28,7 @@ from relay.audit.sums import (
     reduced,
     total,
 )
+from relay.audit.transactions import LATE_MINUTES
 from relay.database import one_snapshot, unavailable_on_error
 from relay.kafka.offsets import Partition
 from relay.kafka.routing import Router
@@ -45,7 +46,7 @@ _ARCHIVED: Final = """(
      WHERE event_id >= %(low)s::uuid AND event_id < %(high)s::uuid AND {has_time} AND {original}
     UNION ALL
     SELECT * FROM {published}
-     WHERE published_at >= %(since)s AND created_at >= %(since)s AND created_at < %(until)s
+     WHERE %(untimed)s AND published_at >= %(since)s AND created_at >= %(since)s AND created_at < %(until)s
        AND NOT {has_time} AND {original})"""
 
 _WHOLE: Final = (
@@ -125,26 +126,38 @@ SELECT key, id, event_id, partition, "offset"
          WHERE o.id > first_id AND o.created_at < last_at) AS of_keys
  ORDER BY key, at, event_id IS NULL"""
 
-# Each event whose record comes before that of an event of its key with a lower id, or is in another partition. Those
-# out of order come first.
+# Each event whose record comes before that of an event of its key with a lower id, or is in a partition that its key
+# had left: where partitions are added, a key may change its partition, and does not come back.
 _ORDER: Final = """
 SELECT aggregate_type, aggregate_id, topic, minute, event_id, partition, "offset", before_id, before_partition,
        before_offset
-  FROM (SELECT id, aggregate_type, aggregate_id, topic, {minute} AS minute, event_id, partition, "offset",
-               lag(event_id) OVER key AS before_id, lag(partition) OVER key AS before_partition,
-               lag("offset") OVER key AS before_offset
-          FROM {table} AS e LEFT JOIN unnest(%(retried)s::uuid[], %(behind)s::bigint[]) AS b(event_id, behind)
-               USING (event_id)
-         WHERE topic IS NOT NULL
-        WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id
-                       ORDER BY coalesce(behind, id), behind IS NOT NULL, "offset")) AS pairs
- WHERE partition <> before_partition OR "offset" < before_offset
-ORDER BY minute < %(first_minute)s, partition <> before_partition, minute, id LIMIT 20000"""
+  FROM (SELECT *, partition = first_value(before_partition) OVER moves
+                  OR row_number() OVER (PARTITION BY topic, aggregate_type, aggregate_id, moved, partition
+                                        ORDER BY number) > 1 AS back
+          FROM (SELECT *, partition <> before_partition AS moved
+                  FROM (SELECT id, aggregate_type, aggregate_id, topic, {minute} AS minute, event_id, partition,
+                               "offset", lag(event_id) OVER key AS before_id,
+                               lag(partition) OVER key AS before_partition, lag("offset") OVER key AS before_offset,
+                               row_number() OVER key AS number
+                          FROM {table} AS e
+                          LEFT JOIN unnest(%(retried)s::uuid[], %(behind)s::bigint[]) AS b(event_id, behind)
+                               USING (event_id)
+                         WHERE topic IS NOT NULL
+                           AND (%(chosen)s::text[] IS NULL OR topic = ANY(%(chosen)s::text[]))
+                        WINDOW key AS (PARTITION BY topic, aggregate_type, aggregate_id
+                                       ORDER BY coalesce(behind, id), behind IS NOT NULL, "offset")) AS pairs
+                 WHERE partition <> before_partition OR "offset" < before_offset) AS breaks
+        WINDOW moves AS (PARTITION BY topic, aggregate_type, aggregate_id, moved ORDER BY number)) AS found
+ WHERE (NOT moved OR back) AND minute >= %(first_minute)s
+ORDER BY minute, id LIMIT %(most)s"""
 
 _EARLIER: Final = "SELECT EXISTS (SELECT FROM {published} WHERE published_at < %(since)s LIMIT 1)"
 
 _KEPT: Final = "SELECT min(published_at), max(published_at) FROM {published} WHERE published_at >= %(since)s"
 
+
+MOST_MISPLACED: Final = 20_000
+"""So many events that are out of order are found by one audit at most: those of its first minutes."""
 
 UNPUBLISHED: Final = ("events", "dead_letters", "discarded")
 """Where an event is that is not in the archive: it waits, is a dead letter, or an operator has discarded it."""
@@ -192,7 +205,6 @@ def out_of_order(misplaced: Iterable[Misplaced]) -> Iterator[tuple[Window, str, 
 
     With the kind of the difference, the event's id and a text.
     """
-    been: dict[tuple[str, str], set[int]] = {}
     for pair in misplaced:
         if pair.place == pair.before:
             text = (
@@ -201,12 +213,7 @@ def out_of_order(misplaced: Iterable[Misplaced]) -> Iterator[tuple[Window, str, 
                 "broken, or two transactions wrote the key at the same time (see lock_key)"
             )
             yield pair.window, "order", pair.event_id, text
-            continue
-        # Where partitions are added, a key may change its partition, and does not come back. It may have left it before
-        # the range.
-        seen = been.setdefault((pair.place.topic, pair.key), set())
-        seen.add(pair.before.number)
-        if pair.place.number in seen:
+        else:
             text = (
                 f"stands in partition {pair.before.number}, and events of its key {pair.key} before and after it "
                 f"in partition {pair.place.number}"
@@ -221,6 +228,7 @@ class Tables:
     topics  those that are audited; None for all.
     minutes the range of minutes.
     order_minutes  so many minutes before it are compared with for the order of keys.
+    untimed  whether archived events whose ids have no time are wanted for more than the order.
     """
 
     def __init__(
@@ -233,6 +241,7 @@ class Tables:
         key: bytes,
         *,
         order_minutes: int = 0,
+        untimed: bool = True,
     ) -> None:
         self._connection = connection
         self._names = _pieces(names_of(schema) | {"ledger": sql.Identifier(schema, "ledger")})
@@ -246,10 +255,11 @@ class Tables:
             "until": minute_start(minutes.stop),
             "first_minute": minutes.start,
             "end_minute": minutes.stop,
+            "untimed": untimed,
         }
         self._minutes = minutes
         first = max(minutes.start - order_minutes, 0)
-        self._of_order: dict[str, Any] = {"low": first_id(first), "since": minute_start(first)}
+        self._of_order: dict[str, Any] = {"low": first_id(first), "since": minute_start(first), "untimed": True}
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -265,8 +275,8 @@ class Tables:
         earlier, ((first, last),) = self._rows(_EARLIER)[0][0], self._rows(_KEPT)
         if first is None:
             return None
-        # In the minute of its first event it may have been on for a part.
-        return self._minutes.start if earlier else minute_of(first) + 1, last
+        # In the minute of its first event it may have been on for a part; and the clocks of writers may be ahead.
+        return self._minutes.start if earlier else minute_of(first) + 1 + LATE_MINUTES, last
 
     def archived_since(self) -> int | None:
         """Return only the first of the two. That is fast as long as the archive has earlier events."""
@@ -348,9 +358,10 @@ class Tables:
         return found
 
     def misplaced(self, places: Mapping[bytes, tuple[Partition, int]] | None = None) -> list[Misplaced]:
-        """Return events that stand before one of their key with a lower id, or in another partition than that.
+        """Return events that stand before one of their key with a lower id, or in a partition that their key had left.
 
-        An event that an operator has put back comes behind the later ones that had gone out by then.
+        The first MOST_MISPLACED of them, in the order of the minutes. An event that an operator has put back comes
+        behind the later ones that had gone out by then.
 
         places   by id (16 bytes), those of events of which the archive has none.
         """
@@ -365,7 +376,9 @@ class Tables:
                 "offsets": [offset for _, offset in places.values()],
             }
         last = self._behind(table, values)
-        rows = self._rows(_ORDER, table, **values, retried=list(last), behind=list(last.values()))
+        values |= {"retried": list(last), "behind": list(last.values()), "most": MOST_MISPLACED}
+        values["chosen"] = None if self._topics is None else list(self._topics)
+        rows = self._rows(_ORDER, table, **values)
         for kind, key, topic, minute, event_id, number, offset, before_id, before, before_offset in rows:
             window = self._window(kind, topic, minute)
             if window is not None:
@@ -375,8 +388,7 @@ class Tables:
                         *(str(before_id), Partition(topic, before), before_offset),
                     )
                 )
-        # Those before the range say where a key has been.
-        return sorted(found, key=lambda pair: pair.window.minute)
+        return found
 
     def _behind(self, table: str, values: Mapping[str, Any]) -> dict[uuid.UUID, int]:
         """Return the events that an operator has put back behind later ones of their keys, each with the last one."""

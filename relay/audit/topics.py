@@ -62,13 +62,17 @@ class Topics:
 
     source   the relays' ``ce_source``: records of another one are of another outbox.
     key      of the hashes.
+    untimed  whether records have ``ce_time``: without it, events whose ids have no time are left out.
     """
 
-    def __init__(self, options: Mapping[str, str], topics: Collection[str], source: str, key: bytes) -> None:
+    def __init__(
+        self, options: Mapping[str, str], topics: Collection[str], source: str, key: bytes, *, untimed: bool = True
+    ) -> None:
         self._options = options
         self._topics = topics
         self._source = source.encode()
         self._key = key
+        self._untimed = untimed
         self._offsets = Offsets(options)
         self.others: Counter[str] = Counter()
         """By topic, the records that are not of this outbox, each once."""
@@ -76,15 +80,21 @@ class Topics:
         self._others_end: dict[Partition, int] = {}
         self.copies: set[bytes] = set()
         """The ids of replays, and of copies in dead-letter topics, that ``events`` has met."""
+        self.renamed: dict[Window, dict[bytes, list[tuple[Partition, int]]]] = defaultdict(dict)
+        """By window and id the places of records with another source that ``events`` has met: they are of this outbox
+        if its source was changed."""
+        self.untimed: set[str] = set()
+        """The topics with events that were left out."""
         self._cells: Mapping[tuple[Partition, int], Cell] = {}
         self._copied: dict[tuple[Partition, int], Cell] = {}
 
     def extents(
-        self, since: dt.datetime, at_most: Mapping[Partition, int], *, complete: bool = False
+        self, since: dt.datetime, at_most: Mapping[Partition, int], *, complete: Container[str] = ()
     ) -> dict[Partition, Extent]:
         """Return what to read of each partition that exists, to find all events written since a time.
 
-        at_most   offsets that must be included. ``complete``: they are the lowest of all events of the range.
+        at_most   offsets that must be included. ``complete``: the topics of which they are the lowest of all events of
+                  the range.
         """
         milliseconds = max(int((since.timestamp() - _SLACK_SECONDS) * 1000), 0)
         with unavailable_on_kafka_error("looking for the records to audit"):
@@ -95,7 +105,7 @@ class Topics:
         for one in partitions:
             start = ends[one] if found[one] < 0 else found[one]
             start = max(min(start, at_most.get(one, start)), low[one])
-            cut = start == low[one] > 0 and not (complete and at_most.get(one, start) >= start)
+            cut = start == low[one] > 0 and not (one.topic in complete and at_most.get(one, start) >= start)
             extents[one] = Extent(start, max(ends[one], start), cut)
         return extents
 
@@ -135,7 +145,7 @@ class Topics:
             if (event := self._event(place, message, minutes)) is None:
                 return
             event_id, minute, headers, timed = event
-            found = self._copied if _is_copy(headers) else cells
+            found = self._copied if _is_copy(headers) or not self._is_ours(headers) else cells
             cell = found.get((place, minute))
             if cell is None:
                 cell = found[place, minute] = Cell(offset)
@@ -153,7 +163,7 @@ class Topics:
         return cells, first
 
     def spans(self, minutes: Container[int]) -> dict[Partition, Extent]:
-        """Return the offsets at which ``sums`` has found the events of these minutes, and copies of them."""
+        """Return the offsets at which ``sums`` has found the events of these minutes, copies, and records of others."""
         found: dict[Partition, Extent] = {}
         for (place, minute), cell in chain(self._cells.items(), self._copied.items()):
             if minute in minutes:
@@ -174,6 +184,9 @@ class Topics:
             event_id, minute, headers, _ = event
             if _is_copy(headers):
                 self.copies.add(event_id)
+            elif not self._is_ours(headers):
+                places = self.renamed[Window(place.topic, minute)].setdefault(event_id, [])
+                places.append((place, message.offset() or 0))
             elif (events := found.get(Window(place.topic, minute))) is not None:
                 said = hash_of(b"", _content(message, headers)).to_bytes(16)
                 record = OnKafka(place, message.offset() or 0, said, message.timestamp()[1])
@@ -188,18 +201,26 @@ class Topics:
     ) -> tuple[bytes, int, dict[str, Any], bool] | None:
         """Return the id, minute and headers of an event or a copy, and whether the minute is the id's.
 
-        None unless it is of this outbox and of these minutes.
+        None unless it has an id and is of these minutes. It may be of another outbox.
         """
         headers = headers_of(message)
         event_id = _id_of(headers)
-        if event_id is None or headers.get(CE_SOURCE, self._source) != self._source:
+        ours = event_id is not None and self._is_ours(headers)
+        if not ours:
             self._count_other(place, message.offset() or 0)
+        if event_id is None:
             return None
         minute = minute_of_id(event_id)
         timed = minute is not None
+        if minute is None and not self._untimed:
+            self.untimed |= {place.topic} if ours else set()
+            return None
         if minute is None:
             minute = _written(header_text(headers.get(CE_TIME)), message.timestamp()[1])
         return (event_id, minute, headers, timed) if minute in minutes else None
+
+    def _is_ours(self, headers: Mapping[str, Any]) -> bool:
+        return bool(headers.get(CE_SOURCE, self._source) == self._source)
 
     def _count_other(self, place: Partition, offset: int) -> None:
         if offset >= self._others_end.get(place, 0):

@@ -199,7 +199,7 @@ class GroupWatch:
                     lags[group.group, one.topic] = lags.get((group.group, one.topic), 0) + one.lag
         try:
             late, waits = _late(groups, now, self._kafka), self._waits(groups, now, self._kafka)
-        except NotAuthorized as error:
+        except (NotAuthorized, ConsumerUnavailable) as error:
             raise BrokerUnavailable(str(error)) from error
         return GroupLags(lags, late, waits, {g.group: _moved(g).timestamp() for g in groups})
 

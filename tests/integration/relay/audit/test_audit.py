@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from audit_support import EVENTS, Pipeline, an_id, pipeline
 from confluent_kafka.admin import AdminClient
+from rows_and_roles import put
 from spans import relay
 from support import order, wait_until, write
 from uuid_utils.compat import uuid4, uuid7
@@ -327,6 +328,58 @@ def test_dead_letters_are_expected_not_to_be_applied(pipeline):
     assert pipeline.differences() == []
 
 
+def test_a_dead_letter_of_a_former_topic_of_that_name_excuses_nothing(pipeline):
+    """Nor is what was given up of it missing: at the same offsets the topic has other messages now."""
+    ids = pipeline.add()
+    pipeline.published()
+    pipeline.applied(EVENTS)
+    lost, other = (pipeline.record(ids[at]) for at in (9, 10))
+    pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id = '{ids[9]}'")
+    pipeline.run(
+        "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
+        f"SELECT grp, topic, 'former', part, {other.offset()}, {other.offset() + 1}, 'given-up', 'd' "
+        f"FROM consumer.offsets WHERE part = {other.partition()}"
+    )
+    pipeline.run(
+        "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_headers, message_time, "
+        f"reason, error) SELECT grp, topic, topic_id, part, {lost.offset()}, '[]', now(), 'failed', 'why' "
+        f"FROM consumer.offsets WHERE part = {lost.partition()}"
+    )
+    assert pipeline.differences() == []
+    ((letter, topic_id),) = pipeline.rows("SELECT id, topic_id FROM consumer.dead_letters")
+    pipeline.run("UPDATE consumer.dead_letters SET topic_id = 'former'")
+    assert pipeline.differences() == [("missing", ids[9])]
+    pipeline.command("dead-letters", "discard", "--side", "consumer", str(letter), "--reason", "known")
+    assert pipeline.differences() == [("missing", ids[9])]
+    pipeline.run(f'UPDATE consumer.audit SET details = details || \'{{"topic_id": "{topic_id}"}}\'')
+    assert pipeline.differences() == []
+
+
+def test_what_a_group_gave_up_between_the_events_of_two_forgotten_minutes_is_one_difference(pipeline):
+    # The second one stands between the two others of its key, which are of another minute.
+    for ago in (600, 480, 600):
+        pipeline.add(1, ago=ago)
+        pipeline.published()
+    pipeline.applied(3, delivery="at-most-once")
+    pipeline.run(
+        "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
+        "SELECT grp, topic, topic_id, part, 1, 2, 'given-up', 'd' FROM consumer.offsets WHERE next_offset = 3; "
+        "UPDATE consumer.groups SET forgotten_before = current_date + 2"
+    )
+    assert pipeline.differences() == [("missing", None)]
+
+
+def test_a_group_whose_topics_no_route_leads_to(pipeline):
+    pipeline.sent(1)
+    for table in ("consumer.groups", "consumer.offsets"):
+        put(pipeline.database.url, table)
+    said = pipeline.command("audit", "--group", "g", status=2)
+    assert "--group g: no route leads to what it reads; give --topic" in said
+    status, found = pipeline.audit()
+    assert (status, found["differences"]) == (0, [])
+    assert any(note.startswith("groups read t, to which no route leads: not compared") for note in found["notes"])
+
+
 def test_without_an_archive_kafka_is_compared_with_the_groups(outbox_postgres, outbox_kafka, order):
     kind, topic = order
     with relay(outbox_postgres, outbox_kafka):
@@ -356,10 +409,10 @@ def test_what_relays_publish_when_they_keep_no_archive_any_more_is_not_unknown(
     status, found = pipeline.audit()
     assert (status, found["differences"]) == (0, []), found
     assert any("the archive has no events" in note for note in found["notes"])
-    # What was sent before the last event of the archive would be in it.
+    # What was sent before the last event of the archive would be in it, as far as clocks agree.
     _, sent = pipeline.record(ids[0]).timestamp()
     unknown = str(an_id())
-    pipeline.produce(value=b"{}", headers={"ce_id": unknown, "ce_source": "/outbox"}, timestamp=sent)
+    pipeline.produce(value=b"{}", headers={"ce_id": unknown, "ce_source": "/outbox"}, timestamp=sent - 61_000)
     assert pipeline.differences() == [("unknown", unknown)]
 
 
@@ -369,6 +422,7 @@ def test_what_can_not_be_asked_for(outbox_postgres, outbox_kafka):
         (["--since", "2026-11-25T10:00", "--until", "2026-11-25T10:00"], "is not before --until"),
         (["--since", "2026-11-25T10:01", "--until", "2026-11-25T10:00"], "is not before --until"),
         (["--group", "nobody"], "--group nobody: there "),
+        (["--group", "nobody", "--topic", "order-events"], "there is no such group with positions in order-events"),
         (["--follow", "--json"], "--follow goes with --since and --partial only"),
         (["--follow", "--group", "nobody"], "--follow goes with --since and --partial only"),
     ):

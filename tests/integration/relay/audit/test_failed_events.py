@@ -155,3 +155,18 @@ def test_an_event_that_is_on_kafka_and_failed_for_good(pipeline):
         connection.execute("INSERT INTO outbox.published SELECT (%s::outbox.published).*", (archived,))
     pipeline.repeat(ids[0])
     assert pipeline.differences() == [("repeated", ids[0])]
+
+
+def test_a_dead_letter_that_is_on_kafka_while_only_the_ledger_is_kept(outbox_postgres, outbox_kafka, order):
+    pipeline = Pipeline(outbox_postgres, outbox_kafka, *order)
+    pipeline.keep_ledger()
+    ids = pipeline.add(5, ago=600)
+    bury(pipeline.database.url, ids[3])
+    with relay(outbox_postgres, outbox_kafka):
+        pipeline.published()
+    assert pipeline.differences("--topic", pipeline.topic) == []
+    pipeline.produce(key=b"key-3", value=b"{}", headers={"ce_id": ids[3], "ce_source": "/outbox"})
+    assert pipeline.differences("--topic", pipeline.topic) == [("repeated", ids[3])]
+    # Discarded, it may have been sent by hand: it is on Kafka once.
+    pipeline.command("dead-letters", "discard", ids[3], "--reason", "known")
+    assert pipeline.differences("--topic", pipeline.topic) == []

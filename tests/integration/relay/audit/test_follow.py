@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import json
 import os
 import signal
 import threading
@@ -126,6 +127,21 @@ def test_what_an_at_most_once_consumer_that_was_killed_may_confirm_yet_is_not_ve
     named = {(one["event_id"], one["group"]) for one in verified(pipeline).differences}
     assert len(named) == lost
     assert (ids[3], pipeline.group) in named
+
+
+def test_a_topic_that_is_behind_when_the_route_of_its_events_is_changed(pipeline, monkeypatch):
+    """The ledger has types, and counts what was written for it for the new topic."""
+    pipeline.keep_ledger()
+    pipeline.sent()
+    pipeline.applied(EVENTS)
+    pipeline.sent(5)  # which the group has not reached
+    assert count(pipeline.follower()) == 0
+    assert behind(pipeline) > 9
+    moved = pipeline.kafka.create_topic(f"{pipeline.kind.lower()}-moved", 1)
+    monkeypatch.setenv("OUTBOX_ROUTES", json.dumps({pipeline.kind: {"topic": moved}}))
+    pipeline.applied(EVENTS + 5)
+    assert (count(pipeline.follower()), counts(pipeline)) == (0, (0, 0, 0, 0))
+    assert behind(pipeline) < 8
 
 
 def test_a_topic_does_not_wait_for_another(pipeline):

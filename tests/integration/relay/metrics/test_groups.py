@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, LiteralString
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -24,6 +25,7 @@ from rows_and_roles import login_role
 from support import IMPATIENT, wait_until
 
 from outbox.consumer.admin import status
+from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.progress import LETTERS
 from outbox.consumer.statements import statement
@@ -441,6 +443,14 @@ def test_servers_that_are_away(watched, monkeypatch):
     watched.start(servers="127.0.0.1:1", required=True)
     with pytest.raises(BrokerUnavailable):
         watched.watch.look()
+    # Kafka that names the ends of partitions, and no offsets of a time.
+    with monkeypatch.context() as patched:
+        patched.setattr(KafkaAdmin, "at_time", Mock(side_effect=ConsumerUnavailable("Kafka does not answer")))
+        watched.start()
+        assert watched.lag() is None
+        watched.start(required=True)
+        with pytest.raises(BrokerUnavailable, match="Kafka does not answer"):
+            watched.watch.look()
     watched.options |= {"security.protocol": "ssl", "ssl.ca.location": "/being/replaced"}
     watched.start(required=True)
     with pytest.raises(BrokerUnavailable, match="is a file being replaced"):
