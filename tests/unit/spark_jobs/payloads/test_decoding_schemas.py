@@ -310,7 +310,14 @@ def test_a_registry_that_is_away_is_no_bad_message():
         client = Client(registry, None)
         assert client.latest("orders-value") == client.schema(number) == Schema("AVRO", json.dumps(RECORD))
         assert client.schema(uuid.UUID(server.schemas[0]["guid"])).kind == "AVRO"
-        for unknown in (number + 1, uuid.uuid4()):
+        # A number that is no int of Java, and a GUID in a registry that has none, are no address of theirs.
+        for unknown, server.guids in (
+            (number + 1, True),
+            (2**31, True),
+            (2**32 - 1, True),
+            (uuid.uuid4(), True),
+            (uuid.uuid4(), False),
+        ):
             with pytest.raises(Problem, match=f"no schema {unknown}"):
                 client.schema(unknown)
         with pytest.raises(JobError, match="no subject nothing-value"):
@@ -321,6 +328,8 @@ def test_a_registry_that_is_away_is_no_bad_message():
                 Client(wrong, None).schema(number)
             with pytest.raises(ConsumerUnavailable):
                 Client(wrong, None).latest("orders-value")
+            with pytest.raises(ConsumerUnavailable):
+                Client(wrong, None).schema(uuid.uuid4())
         server.failing = 503
         with pytest.raises(ConsumerUnavailable, match="the store is away"):
             Client(registry, None).schema(number)
