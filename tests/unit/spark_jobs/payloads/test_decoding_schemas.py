@@ -14,14 +14,13 @@ import pytest
 import schema_registry
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.serde import SchemaId
-from decoding_support import ID, order, read
+from decoding_support import ID, avro, order, read
 from google.protobuf import descriptor_pb2, empty_pb2, timestamp_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as t
 
 from outbox.consumer.errors import ConsumerUnavailable, JobError
-from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.decoding import PROBLEM, Avro, Protobuf, Raw, _JsonPlan
 from spark_jobs.payloads.framing import unframe
@@ -88,12 +87,6 @@ RECORD = {
         {"name": "lines", "type": {"type": "array", "items": {"type": "map", "values": "double"}}, "default": []},
     ],
 }
-
-
-def avro(reader: dict, writer: dict | None = None, **policy: str) -> avro_payload.Plan:
-    return avro_payload.Plan(
-        Schema("AVRO", json.dumps(reader)), Schema("AVRO", json.dumps(writer or reader)), None, Policy(**policy)
-    )
 
 
 AVRO_ORDER = avro(RECORD)()
