@@ -230,7 +230,7 @@ def _read_default(schema: Any, named: Mapping[str, Any], default: Any) -> Any:
             # Text, one character for each byte.
             default = bytes(default, "latin-1")
     read = LOGICAL_READERS.get(f"{of}-{schema.get('logicalType')}")
-    return default if read is None else read(default, schema)
+    return default if read is None else read(default, schema, None)
 
 
 def _exact(data: bytes, writer_schema: Mapping[str, Any] | None = None, reader_schema: Any = None) -> Decimal:  # noqa: ARG001
@@ -245,10 +245,11 @@ def _where_wanted(convert: Callable[..., Any]) -> Callable[..., Any]:
 
     def read(data: Any, writer_schema: Any = None, reader_schema: Any = None) -> Any:
         # None: the schemas are the same.
-        wanted = reader_schema if isinstance(reader_schema, dict) else {"type": reader_schema}
-        if reader_schema is None or "logicalType" in wanted:
-            return convert(data, writer_schema, reader_schema)
-        return maybe_promote(data, writer_schema["type"], wanted["type"])
+        if reader_schema is not None:
+            wanted = reader_schema if isinstance(reader_schema, dict) else {"type": reader_schema}
+            if "logicalType" not in wanted:
+                return maybe_promote(data, writer_schema["type"], wanted["type"])  # type: ignore[no-untyped-call]
+        return convert(data, writer_schema, reader_schema)
 
     return read
 
