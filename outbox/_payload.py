@@ -168,9 +168,9 @@ def fields(value: Any) -> Iterator[str]:
 
 
 def is_pydantic(value: object) -> bool:
-    # A pydantic model's instance exists only if pydantic has been imported.
-    pydantic = sys.modules.get("pydantic")
-    return pydantic is not None and isinstance(value, pydantic.BaseModel)
+    # A pydantic model's instance exists only if pydantic has been imported. Another thread may be importing it.
+    model = getattr(sys.modules.get("pydantic"), "BaseModel", None)
+    return model is not None and isinstance(value, model)
 
 
 def _dump_model(model: Any) -> object:

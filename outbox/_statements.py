@@ -181,6 +181,8 @@ def reschedule(schema: str) -> Statement:
 def check() -> Statement:
     """Return a statement that binds ``schema`` and lists of ``tables``, ``names`` of columns and ``rights`` or ''.
 
+    Without a schema it looks into those of the search path.
+
     It returns what is wrong: the problem, the table and the column. It reads nothing but pg_catalog.
     """
     text = """
@@ -192,7 +194,10 @@ SELECT problem, relation, name FROM (
                 THEN needed."right" END AS problem, needed.*
       FROM unnest(CAST(%(tables)s AS text[]), CAST(%(names)s AS text[]), CAST(%(rights)s AS text[]))
            WITH ORDINALITY AS needed(relation, name, "right", n)
-      LEFT JOIN pg_catalog.pg_namespace AS n ON n.nspname = CAST(CAST(%(schema)s AS text) AS name)
+      LEFT JOIN pg_catalog.pg_namespace AS n
+             ON n.nspname = CAST(CAST(%(schema)s AS text) AS name)
+             OR (CAST(%(schema)s AS text) IS NULL AND n.oid = (
+                SELECT relnamespace FROM pg_catalog.pg_class WHERE oid = pg_catalog.to_regclass(needed.relation)))
       LEFT JOIN pg_catalog.pg_class AS c ON c.relnamespace = n.oid AND c.relname = CAST(needed.relation AS name)
       LEFT JOIN pg_catalog.pg_attribute AS a
              ON a.attrelid = c.oid AND a.attname = CAST(needed.name AS name) AND NOT a.attisdropped) AS found

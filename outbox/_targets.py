@@ -120,8 +120,7 @@ def _in_django(target: object) -> str:
 
 
 def is_psycopg(target: object) -> TypeIs[psycopg.Connection[Any]]:
-    module = sys.modules.get("psycopg")
-    return module is not None and isinstance(target, module.Connection)
+    return isinstance(target, _classes("psycopg", "Connection"))
 
 
 def is_session(target: object) -> TypeIs[Session]:

@@ -135,10 +135,16 @@ def _attributes(events: Sequence[Event]) -> dict[str, str | int]:
 
 def merged(trace: Mapping[str, str], default: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
     """Return an event's headers with those of all events and the trace added. A ``traceparent`` of the event's own
-    replaces the whole trace: ``tracestate`` belongs to one ``traceparent``.
+    replaces the whole trace, and a ``tracestate`` alone nothing: it belongs to one ``traceparent``. A header of its own
+    replaces one of all events in any case: many clients would find either of two.
     """
+    if default and headers:
+        names = {name.lower() for name in headers}
+        default = {name: value for name, value in default.items() if name.lower() not in names}
     own = {**default, **headers}
     if TRACEPARENT not in own:
+        if TRACEPARENT in trace:
+            own.pop(TRACESTATE, None)
         return {**trace, **own}
     if TRACEPARENT in headers and TRACESTATE not in headers:
         own.pop(TRACESTATE, None)

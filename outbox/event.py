@@ -84,7 +84,7 @@ class Event:
                     aggregate keep their order. 1-1000 characters.
     event_type      what happened: ``"OrderPlaced"``. 1-200 characters.
     payload         a dict, list, dataclass or pydantic model (sent as JSON), bytes (sent unchanged), or None: a
-                    tombstone, which deletes the key from a compacted topic.
+                    tombstone, which deletes the key from a compacted topic. An orjson.Fragment in it is not checked.
     headers         text to text, sent as Kafka headers besides the relay's own.
     event_id        the id by which consumers recognize the event. Unless given, each ``add`` makes a new UUIDv7 and
                     returns it: an Event that is added twice is two events. A UUID of another version works, but see

@@ -22,7 +22,8 @@ _UNREADABLE: Final = (
     "characters in it written as %40 and so on"
 )
 _AMBIGUOUS: Final = (
-    "invalid database URL: it has an unexpected @; in user, password and database write / as %2F, @ as %40 and % as %25"
+    "invalid database URL: it has an unexpected @; in user, password, database and options write / as %2F, @ as %40 "
+    "and % as %25"
 )
 _PORT: Final = (
     "the port in the database URL must be a number from 1 to 65535; in a password write / as %2F and @ as %40"

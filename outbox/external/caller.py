@@ -337,8 +337,16 @@ def _answer_of(function: Callable[[Call], Any], call: Call) -> Answer:
     except Refused as refusal:
         return Answer("refused", str(refusal))
     except TryLater as later:
-        return Answer("later", str(later), retry_after=later.retry_after)
+        return Answer("later", str(later), retry_after=_seconds(later.retry_after))
     except OutcomeUnknown as unknown:
-        return Answer("unknown", str(unknown), retry_after=unknown.retry_after)
+        return Answer("unknown", str(unknown), retry_after=_seconds(unknown.retry_after))
     except Exception as error:  # noqa: BLE001  a user's function: the call may have been made, whatever the error
         return Answer("unknown", f"{type(error).__name__}: {error}")
+
+
+def _seconds(given: Any) -> float | None:
+    """Return what a user's function gave as seconds, as text too; None for what is no number."""
+    try:
+        return float(given)
+    except (TypeError, ValueError, ArithmeticError):
+        return None

@@ -22,6 +22,9 @@ from outbox.consumer.errors import LONGEST_ERROR
 
 _MOST_ZEROS = 400
 """How many an exponent may stand for: jsonb spells numbers out, and 1e100000 would get long."""
+_MOST_LEVELS = 500
+"""Of a response that is stored. Python's parser and writer recurse, and may be deeper in the stack the next time."""
+_CONTAINERS = (dict, list, tuple)
 
 
 def loads(text: str | bytes) -> Any:
@@ -56,6 +59,17 @@ def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[dict[str, Any]
     return rows
 
 
+def is_deep(value: object) -> bool:
+    """Return whether a response is nested too deep to be stored."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        containers = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, _CONTAINERS))
+        level = [item for container in containers for item in container if isinstance(item, _CONTAINERS)]
+        if not level:
+            return False
+    return True
+
+
 def jsonb(response: object) -> Jsonb:
     """Return a response as jsonb. What jsonb can't hold is stored as text: the confirmation matters more."""
     try:
@@ -64,9 +78,18 @@ def jsonb(response: object) -> Jsonb:
         # Not where an escaped backslash is followed by these letters.
         if r"\u0000" in text.replace(r"\\", ""):
             raise ValueError("jsonb holds no NUL")
-    except (TypeError, ValueError, RecursionError):
-        text = json.dumps({"text": ascii(response)[:LONGEST_ERROR]})
+        if is_deep(response):
+            raise ValueError("nested too deep")
+    except Exception:  # noqa: BLE001  also those of an object's own __str__
+        text = json.dumps({"text": _shown(response)})
     return Jsonb(None, dumps=lambda _: text)
+
+
+def _shown(response: object) -> str:
+    try:
+        return ascii(response)[:LONGEST_ERROR]
+    except Exception:  # noqa: BLE001  of an object's own __repr__, or too deep for it
+        return type(response).__name__
 
 
 def _fraction(text: str) -> float | Decimal:

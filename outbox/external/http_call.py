@@ -93,11 +93,12 @@ class HttpCall:
             target = _target(self.url) if isinstance(self.url, str) else _allowed(self.url(call), self.hosts)
             content = None if self.body is None else exact_json.dumps(self.body(call)).encode()
             given = self.headers if isinstance(self.headers, Mapping) else self.headers()
+            ours = {"Accept": "application/json", "Connection": "close"}
+            if content is not None:
+                ours["Content-Type"] = "application/json"
+            headers = _merged(ours, given, {self.key_header: call.key})
         except Exception as error:
             raise TryLater(f"nothing was sent, the request can't be made: {shown(error)}") from error
-        headers = {"Accept": "application/json", "Connection": "close", **given, self.key_header: call.key}
-        if content is not None:
-            headers = {"Content-Type": "application/json", **headers}
         # Without the query, which may contain a secret.
         about = f"{target.scheme}://{target.netloc}{target.path}"
         deadline = time.monotonic() + call.timeout
@@ -219,6 +220,12 @@ def _port(target: SplitResult) -> int:
     return target.port or _PORTS[target.scheme]
 
 
+def _merged(*parts: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of all parts, each name once, as in the last part that has it: their case does not matter."""
+    found = {name.lower(): (name, value) for part in parts for name, value in part.items()}
+    return dict(found.values())
+
+
 class _LastResponse(http.client.HTTPResponse):
     """Passes over 102 and 103, which precede the answer. The base class does so only with 100."""
 
@@ -325,9 +332,13 @@ def _json(read: bytes) -> Any:
     if not read:
         return None
     try:
-        return exact_json.loads(read)
+        found = exact_json.loads(read)
     except (ValueError, RecursionError):
-        return {"text": read.decode("utf-8", "replace")}
+        found = None
+    else:
+        if not exact_json.is_deep(found):
+            return found
+    return {"text": read.decode("utf-8", "replace")}
 
 
 def _retry_after(headers: email.message.Message) -> float | None:
@@ -338,6 +349,6 @@ def _retry_after(headers: email.message.Message) -> float | None:
     try:
         then = email.utils.parsedate_to_datetime(value).timestamp()
         now = email.utils.parsedate_to_datetime(headers["Date"]).timestamp() if headers.get("Date") else time.time()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, ArithmeticError):
         return None
     return max(0.0, then - now)

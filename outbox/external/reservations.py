@@ -162,10 +162,11 @@ _MATCHES: Final = """
  WHERE (%(grp)s::text IS NULL OR grp = %(grp)s) AND (%(name)s::text IS NULL OR name = %(name)s)
    AND (%(ids)s::uuid[] IS NULL OR message_id = ANY(%(ids)s))"""
 _COUNTS: Final = "SELECT state, count(*) FROM {reservations} {matches} GROUP BY state"
+# A cancellation stays unsure: if the provider has nothing under its key, what is to be cancelled may have happened.
 _RETRY: Final = """
 UPDATE {reservations}
    SET state = CASE WHEN taking_back THEN 'cancelling' ELSE 'reserved' END, budget_from = attempts,
-       next_attempt_at = now(), parked = false, unsure = unsure AND NOT %(not_done)s,
+       next_attempt_at = now(), parked = false, unsure = unsure AND (taking_back OR NOT %(not_done)s),
        key_until = CASE WHEN %(not_done)s THEN NULL ELSE key_until END
 {matches} AND state = 'stuck'
 RETURNING message_id"""
@@ -342,7 +343,7 @@ class Reservations:
             transition = settle(state, current, step, answer, self._rules, answered.jitter)
             if transition is None:
                 return None
-            if transition.conflict is None and failed is not None:
+            if failed is not None:
                 transition = effect_failed(state, transition, failed, self._rules, answered.jitter)
             done = answer.outcome == "done" and step in CALL_STEPS and not transition.taking_back
             self._write(cursor, row, transition, exact_json.jsonb(answer.response) if done else None)
@@ -439,7 +440,8 @@ class ReservationAdmin:
     def retry(self, chosen: Chosen, *, not_done: bool = False, why: str | None = None) -> list[str]:
         """Retry stuck calls with a new budget of attempts. Returns their message ids.
 
-        not_done  the provider was asked and does not know the key, so the call is made as if for the first time.
+        not_done  the provider was asked and does not know the key, so the call, or the cancellation, is made as if for
+                  the first time.
         """
         return self._change("external: retry", _RETRY, chosen, why, not_done=not_done)
 

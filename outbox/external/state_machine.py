@@ -159,8 +159,11 @@ def settle(
 def effect_failed(row: ReservationState, transition: Transition, error: str, rules: Rules, jitter: float) -> Transition:
     """Return the change after the provider is done and the SQL has failed.
 
-    The answer is stored: only the SQL is tried again, without another call or cancellation.
+    The answer is stored: only the SQL is tried again, without another call or cancellation. A change without SQL stays
+    as it is: no more than its COMMIT can have failed.
     """
+    if transition.conflict is not None or transition.state not in {"confirmed", "cancelled"}:
+        return transition
     taking_back = transition.state == "cancelled"
     spent = row.used >= rules.max_attempts
     retrying: State = "cancelling" if taking_back else "reserved"

@@ -50,9 +50,9 @@ class Avro:
 
     def encode(self, payload: object) -> bytes:
         """Return the payload as Avro. Raises SchemaMismatch."""
+        parsed, named = self._parsed
         from fastavro import schemaless_writer
 
-        parsed, named = self._parsed
         try:
             value = _Walk(named).fitted(parsed, payload, "payload", 0)
             written = io.BytesIO()
@@ -280,13 +280,12 @@ def _local(schema: Mapping[str, Any], value: dt.datetime | dt.time, path: str) -
     return _fine(schema, value, path)  # type: ignore[no-any-return]
 
 
-def _uuid(schema: Mapping[str, Any], value: UUID | str, path: str) -> Any:  # noqa: ARG001  one of _LOGICAL
-    if isinstance(value, str):
-        try:
-            return UUID(value)
-        except ValueError:
-            raise _Unfit(path, "is not a UUID") from None
-    return value
+def _uuid(schema: Mapping[str, Any], value: UUID | str, path: str) -> Any:
+    try:
+        found = value if isinstance(value, UUID) else UUID(value)
+    except ValueError:
+        raise _Unfit(path, "is not a UUID") from None
+    return found.bytes if schema["type"] == "fixed" else found
 
 
 _LOGICAL: Final[Mapping[Any, _Logical]] = {

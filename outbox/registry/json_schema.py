@@ -36,12 +36,13 @@ class JsonSchema:
 
     def encode(self, payload: object) -> bytes:
         """Return the payload as JSON. Raises SchemaMismatch, and PayloadError for what has no form in JSON."""
+        validator = self._validator
         from jsonschema.exceptions import best_match
         from referencing.exceptions import Unresolvable
 
         text = _payload.to_json(payload)
         try:
-            error = best_match(self._validator.iter_errors(orjson.loads(text)))
+            error = best_match(validator.iter_errors(orjson.loads(text)))
         except Unresolvable as failure:
             raise ConfigurationError(
                 f"the JSON Schema of {self.subject} refers to {failure.ref!r}, which is not in it"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any, Final
 
 from fastavro import parse_schema, schemaless_reader
+from fastavro._read_py import maybe_promote
 from fastavro.read import LOGICAL_READERS
 from fastavro.schema import SchemaParseException
 from pyspark.sql import types as t
@@ -46,8 +47,9 @@ _LOGICAL: Final[Mapping[str, tuple[t.DataType, type]]] = {
     "time-millis": (t.StringType(), time),
     "time-micros": (t.StringType(), time),
 }
-_EXACT: Final = "outbox-decimal"
-"""Replaces the logical type ``decimal``, whose reader in fastavro rounds to the schema's precision."""
+_OURS: Final = "outbox-"
+"""Begins the logical types in parsed schemas. fastavro's reader of ``decimal`` rounds to the schema's precision, and
+all its readers also convert what the job's schema takes as it was written."""
 _SHALLOW: Final = 1000
 """In bytes. Payloads up to this size can't be nested deep enough to overflow the stack."""
 
@@ -70,12 +72,12 @@ class Plan:
         return _record(_parsed(self.reader))[0]
 
     def __call__(self) -> Reader:
-        parsed = _parsed(self.reader)
+        parsed, filled = _parsed(self.reader), _with_read_defaults(_parsed(self.reader))
         _, convert = _record(parsed)
         names = [field["name"] for field in parsed["fields"]]
         if self.writer is not None:
             try:
-                resolved_once = _Resolved(_parsed(self.writer), parsed, self.policy)
+                resolved_once = _Resolved(_parsed(self.writer), parsed, filled, self.policy)
             except Problem as problem:
                 raise JobError(f"schema: no message could ever be read: {problem}") from problem
 
@@ -86,7 +88,7 @@ class Plan:
             return bare
         assert self.registry is not None
         client = self.registry.client()
-        resolved = remembering(lambda name: _written(client.schema(name), name, parsed, self.policy))
+        resolved = remembering(lambda name: _written(client.schema(name), name, parsed, filled, self.policy))
 
         def read(value: bytes, header: bytes | None) -> Sequence[Any]:
             framed = unframe(value, header, indexes=False)
@@ -96,21 +98,21 @@ class Plan:
         return read
 
 
-def _written(schema: Schema, name: int | uuid.UUID, reader: Mapping[str, Any], policy: Policy) -> _Resolved:
+def _written(schema: Schema, name: int | uuid.UUID, reader: Any, filled: Any, policy: Policy) -> _Resolved:
     if schema.kind != "AVRO":
         raise Problem(f"schema {name} is {schema.kind}, not AVRO")
     try:
-        return _Resolved(_parsed(schema), reader, policy)
+        return _Resolved(_parsed(schema), reader, filled, policy)
     except JobError as error:
         raise Problem(f"schema {name} can't be read: {error}") from error
 
 
 class _Resolved:
-    """A writer's schema and the job's, ready to decode payloads."""
+    """A writer's schema and the job's, ready to decode payloads. ``filled``: the job's, see ``_with_read_defaults``."""
 
-    def __init__(self, writer: Any, reader: Any, policy: Policy) -> None:
+    def __init__(self, writer: Any, reader: Any, filled: Any, policy: Policy) -> None:
         self._writer = writer
-        self._reader = reader
+        self._reader = writer if writer == reader else filled
         if name := holds_itself(writer, _names(writer), always=True):
             raise Problem(f"record {name} always holds itself: no payload has an end")
         self._endless = holds_itself(writer, _names(writer)) is not None
@@ -122,7 +124,8 @@ class _Resolved:
                 raise Problem(f"field {path}: is missing in the schema it was written with")
 
     def read(self, payload: bytes) -> Any:
-        source = io.BytesIO(payload)
+        # With a byte more: fastavro takes what is there for what a length promises, and passes over fields so.
+        source = io.BytesIO(payload + b"\0")
         try:
             if self._weightless or (self._endless and len(payload) > _SHALLOW):
                 # Each level takes a byte or more. The compiled reader recurses as deep as the payload says, until the
@@ -137,22 +140,24 @@ class _Resolved:
             text = str(error)
             said = text if text.startswith("No default value for field ") else type(error).__name__
             raise Problem(f"the payload does not resolve to the job's Avro schema: {said}") from error
-        if source.tell() != len(payload):
+        if source.tell() > len(payload):
+            raise Problem("the payload does not resolve to the job's Avro schema: EOFError")
+        if source.tell() < len(payload):
             raise Problem("the payload goes on behind the record")
         return record
 
 
 def _parsed(schema: Schema) -> Any:
     """Parse a schema with its references. Raises JobError."""
-    for carrier in ("bytes", "fixed"):
-        LOGICAL_READERS[f"{carrier}-{_EXACT}"] = _exact
+    for (carrier, logical), read in _READ.items():
+        LOGICAL_READERS[f"{carrier}-{_OURS}{logical}"] = read
     named: dict[str, Any] = {}
 
     def parse(one: Schema) -> Any:
         for _, reference in one.references:
             parse(reference)
         text = one.text.strip()
-        return parse_schema(_with_exact_decimals(json.loads(text) if text[:1] in '{["' else text), named_schemas=named)
+        return parse_schema(_with_our_types(json.loads(text) if text[:1] in '{["' else text), named_schemas=named)
 
     try:
         return parse(schema)
@@ -160,18 +165,72 @@ def _parsed(schema: Schema) -> Any:
         raise JobError(f"schema: this is no Avro schema: {type(error).__name__}: {error}") from error
 
 
-def _with_exact_decimals(schema: Any) -> Any:
+def _with_our_types(schema: Any) -> Any:
+    """Return a schema with the logical types that columns have, each by our name for it. Avro ignores all others."""
     if isinstance(schema, list):
-        return [_with_exact_decimals(inner) for inner in schema]
+        return [_with_our_types(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
     changed = {
-        name: _with_exact_decimals(inner) if name in {"type", "items", "values", "fields"} else inner
+        name: _with_our_types(inner) if name in {"type", "items", "values", "fields"} else inner
         for name, inner in schema.items()
     }
-    if changed.get("logicalType") == "decimal" and changed.get("type") in {"bytes", "fixed"}:
-        changed["logicalType"] = _EXACT
+    logical, of = changed.pop("logicalType", None), changed.get("type")
+    known = isinstance(logical, str) and isinstance(of, str) and (of, logical) in _READ
+    if known and (logical != "decimal" or _has_digits(changed)):
+        changed["logicalType"] = f"{_OURS}{logical}"
     return changed
+
+
+def _has_digits(schema: Mapping[str, Any]) -> bool:
+    try:
+        return 0 <= int(schema.get("scale", 0)) <= int(schema["precision"]) != 0
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def _with_read_defaults(parsed: Any) -> Any:
+    """Change the fields' defaults into what would be read: fastavro gives those of a schema as they stand there.
+
+    Without those that are no value of their field.
+    """
+    named = _names(parsed)
+    defaults = []
+    for field in (field for schema in named.values() for field in schema.get("fields", ()) if "default" in field):
+        try:
+            defaults.append((field, {"default": _read_default(field["type"], named, field["default"])}))
+        except (KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
+            defaults.append((field, {}))
+    for field, default in defaults:
+        del field["default"]
+        field.update(default)
+    return parsed
+
+
+def _read_default(schema: Any, named: Mapping[str, Any], default: Any) -> Any:
+    if isinstance(schema, list):
+        branch = next((branch for branch in schema if branch != "null"), "null")
+        return None if default is None else _read_default(branch, named, default)
+    if isinstance(schema, str):
+        schema = named.get(schema, {"type": schema})
+    of = schema["type"]
+    if not isinstance(of, str) or of in named:
+        return _read_default(of, named, default)
+    match of:
+        case "record" | "error":
+            given = {field["name"]: field["default"] for field in schema["fields"] if "default" in field} | default
+            return {
+                field["name"]: _read_default(field["type"], named, given[field["name"]]) for field in schema["fields"]
+            }
+        case "array":
+            return [_read_default(schema["items"], named, item) for item in default]
+        case "map":
+            return {name: _read_default(schema["values"], named, item) for name, item in dict(default).items()}
+        case "bytes" | "fixed":
+            # Text, one character for each byte.
+            default = bytes(default, "latin-1")
+    read = LOGICAL_READERS.get(f"{of}-{schema.get('logicalType')}")
+    return default if read is None else read(default, schema, None)
 
 
 def _exact(data: bytes, writer_schema: Mapping[str, Any] | None = None, reader_schema: Any = None) -> Decimal:  # noqa: ARG001
@@ -179,6 +238,33 @@ def _exact(data: bytes, writer_schema: Mapping[str, Any] | None = None, reader_s
     digits = int.from_bytes(data, "big", signed=True)
     scale = int(writer_schema.get("scale", 0))
     return Decimal((int(digits < 0), tuple(map(int, str(abs(digits)))), -scale))
+
+
+def _where_wanted(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reader of a logical type that converts where the job's schema has one, too."""
+
+    def read(data: Any, writer_schema: Any = None, reader_schema: Any = None) -> Any:
+        # None: the schemas are the same.
+        if reader_schema is not None:
+            wanted = reader_schema if isinstance(reader_schema, dict) else {"type": reader_schema}
+            if "logicalType" not in wanted:
+                return maybe_promote(data, writer_schema["type"], wanted["type"])  # type: ignore[no-untyped-call]
+        return convert(data, writer_schema, reader_schema)
+
+    return read
+
+
+_READ: Final[Mapping[tuple[str, str], Callable[..., Any]]] = {
+    ("bytes", "decimal"): _where_wanted(_exact),
+    ("fixed", "decimal"): _where_wanted(_exact),
+    **{
+        (carrier, logical): _where_wanted(LOGICAL_READERS[f"{carrier}-{logical}"])
+        for carrier in ("int", "long", "string")
+        for logical in _LOGICAL
+        if f"{carrier}-{logical}" in LOGICAL_READERS
+    },
+}
+"""By the type that carries it and its name, each logical type that a column can have."""
 
 
 def _names(parsed: Any) -> Mapping[str, Any]:
@@ -200,7 +286,7 @@ def _typed(  # noqa: C901  one case for each type
         return _union(schema, named, path, inside)
     if isinstance(schema, str):
         if schema in _PLAIN:
-            return _PLAIN[schema], _octets if schema == "bytes" else unchanged
+            return _PLAIN[schema], unchanged
         if schema in inside:
             raise JobError(f"schema: field {path}: record {schema} holds itself, which no column can; use Raw()")
         if schema not in named:
@@ -209,10 +295,10 @@ def _typed(  # noqa: C901  one case for each type
     of = schema["type"]
     if isinstance(of, (list, dict)):
         return _typed(of, named, path, inside)
-    logical = schema.get("logicalType")
-    if logical == _EXACT:
+    logical = schema.get("logicalType", "").removeprefix(_OURS)
+    if logical == "decimal":
         return _decimal(schema, path)
-    if logical in _LOGICAL and of in {"int", "long", "string"}:
+    if logical:
         kind, python = _LOGICAL[logical]
         return kind, _of_type(path, logical, python)
     if of in {"record", "error"}:
@@ -225,7 +311,7 @@ def _typed(  # noqa: C901  one case for each type
         mapped = t.MapType(t.StringType(), element)
         return mapped, lambda value: [(name, convert(item)) for name, item in value.items()]
     if of in {"fixed", "enum"}:
-        return _PLAIN[of], _octets if of == "fixed" else unchanged
+        return _PLAIN[of], unchanged
     return _typed(of, named, path, inside)
 
 
@@ -252,11 +338,6 @@ def _struct(
     return kind, lambda record: {name: convert(record[name]) for name, _, convert in fields}
 
 
-def _octets(value: Any) -> bytes:
-    # Default values are text in the schema, one character for each byte.
-    return value.encode("latin-1") if type(value) is str else bytes(value)
-
-
 def _of_type(path: str, logical: str, python: type) -> Convert:
     def convert(value: Any) -> Any:
         # If the writer's schema does not declare the logical type, the unit of a number is unknown.
@@ -273,8 +354,6 @@ def _decimal(schema: Mapping[str, Any], path: str) -> tuple[t.DataType, Convert]
         raise JobError(f"schema: field {path}: Spark's decimals have 38 digits at most, not {precision}")
 
     def convert(value: Any) -> Decimal:
-        if type(value) is str:
-            value = _exact(_octets(value), schema)
         if not isinstance(value, Decimal):
             raise Wrong(f"field {path}: was not written as decimal")
         return decimal_that_fits(path, value, precision, scale)

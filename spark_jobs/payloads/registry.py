@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from outbox._clients.schema_registry import check_options, open_client
@@ -15,6 +16,8 @@ T = TypeVar("T")
 
 _UNKNOWN_SCHEMA: Final = 40403
 _UNKNOWN_SUBJECT: Final = frozenset({40401, 40402})
+_LARGEST_ID: Final = 2**31 - 1
+"""Registries read an id as an int of Java. For what is none they answer 404 as for a wrong address."""
 
 # A task should survive a restart of the registry; and a request without a time limit could block the group forever.
 _PATIENT: Final = {"timeout": 10, "max.retries": 8, "retries.wait.ms": 200, "retries.max.wait.ms": 5000}
@@ -90,15 +93,24 @@ class Client:
     def schema(self, name: int | uuid.UUID) -> Schema:
         """Return the schema of an id or GUID. Raises Problem when there is none, and ConsumerUnavailable."""
         if name not in self._schemas:
-
-            def ask() -> Any:
-                if isinstance(name, int):
-                    return self._client.get_schema(name, fmt=self._form)
-                return self._client.get_schema_by_guid(str(name), fmt=self._form)
-
             missing = Problem(f"the registry has no schema {name}")
-            self._schemas[name] = self._asked(ask, {_UNKNOWN_SCHEMA}, missing)
+            if isinstance(name, int) and name > _LARGEST_ID:
+                raise missing
+            ask = partial(self._client.get_schema, name) if isinstance(name, int) else partial(self._by_guid, str(name))
+            self._schemas[name] = self._asked(partial(ask, fmt=self._form), {_UNKNOWN_SCHEMA}, missing)
         return self._schemas[name]
+
+    def _by_guid(self, guid: str, fmt: str | None) -> Any:
+        from confluent_kafka.schema_registry import SchemaRegistryError
+
+        try:
+            return self._client.get_schema_by_guid(guid, fmt)
+        except SchemaRegistryError as error:
+            if error.http_status_code == 404 and error.error_code != _UNKNOWN_SCHEMA:
+                # An older registry has no GUIDs. That it is one, and its address is right, shows what each of them has.
+                self._client.get_schema_types()
+                error.error_code = _UNKNOWN_SCHEMA
+            raise
 
     def latest(self, subject: str) -> Schema:
         """Return a subject's latest schema. Raises JobError when there is none, and ConsumerUnavailable."""

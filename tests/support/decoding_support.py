@@ -12,9 +12,11 @@ from bench import ided
 from pyspark.sql.types import StringType, StructType
 
 from spark_jobs.job import ConsumerJob
+from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import json_whole
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, arrow_type, as_read
-from spark_jobs.payloads.reading import Reader, columns
+from spark_jobs.payloads.reading import Policy, Reader, columns
+from spark_jobs.payloads.registry import Schema
 
 
 def send(bench: Any, value: bytes | None, headers: list[tuple[str, bytes]] | None = None) -> None:
@@ -67,6 +69,13 @@ def read_with(reader: Reader, fields: StructType, values: Sequence[bytes | None]
     payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
     rows: list[dict[str, Any]] = columns(reader, payloads, headers, kind).to_pylist()
     return rows
+
+
+def avro(reader: dict, writer: dict | None = None, **policy: str) -> avro_payload.Plan:
+    """Return the plan for bare Avro, by default written with the reader's schema."""
+    return avro_payload.Plan(
+        Schema("AVRO", json.dumps(reader)), Schema("AVRO", json.dumps(writer or reader)), None, Policy(**policy)
+    )
 
 
 def read(decoder: Decoder, *values: bytes | None) -> list[dict[str, Any]]:

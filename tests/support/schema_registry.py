@@ -37,6 +37,8 @@ class SchemaRegistry:
         """The addresses that have asked."""
         self.keep_alive = False
         """Leave connections open; a stopped registry then lives on in them."""
+        self.guids = True
+        """Off: of an older version, which knows schemas by their ids alone."""
         self.failing: int | None = None
         """A status to answer with, whatever is asked."""
         # Out of the range of outgoing connections: one of those could have it when the registry starts again.
@@ -112,15 +114,20 @@ class SchemaRegistry:
                     return self._registered(subject, body)
                 case "POST", ["subjects", subject]:
                     return self._lookup(subject, body)
-                case "GET", ["schemas", "ids", number]:
-                    known = 0 < int(number) <= len(self.schemas)
-                    return (200, self.schemas[int(number) - 1]) if known else _missing(40403, "Schema")
-                case "GET", ["schemas", "guids", guid]:
-                    found = [schema for schema in self.schemas if schema["guid"] == guid]
-                    return (200, found[0]) if found else _missing(40403, "Schema")
+                case "GET", ["schemas", *which]:
+                    return self._schema(*which)
                 case "GET", ["subjects", subject, "versions", version]:
                     return self._version(subject, version)
             return _missing(404, "HTTP 404")
+
+    def _schema(self, kind: str, name: str = "") -> tuple[int, Any]:
+        if kind == "types":
+            return 200, ["AVRO", "JSON", "PROTOBUF"]
+        # Confluent's reads an id as an int of Java, and has no such address for any other.
+        if (kind == "guids" and self.guids) or (kind == "ids" and int(name) < 2**31):
+            found = [schema for schema in self.schemas if str(schema[kind.removesuffix("s")]) == name]
+            return (200, found[0]) if found else _missing(40403, "Schema")
+        return _missing(404, "HTTP 404")
 
     def _registered(self, subject: str, body: Any) -> tuple[int, Any]:
         if self.backward and not self._fits(subject, body):

@@ -132,3 +132,20 @@ def test_check_looks_into_the_schema_that_an_engine_translates(outbox_postgres):
             Outbox(schema="other").check(connection)
         assert connection.execute(sa.text("SELECT 1")).scalar() == 1
     engine.dispose()
+
+
+def test_check_looks_into_the_search_path_where_an_engine_leaves_the_schema_out(outbox_postgres):
+    """As ``add`` does: the first schema of the path need not be the one with the tables."""
+    engine = outbox_postgres.engine().execution_options(schema_translate_map={"outbox": None})
+    with engine.connect() as connection:
+        connection.execute(sa.text("CREATE SCHEMA app"))
+        connection.execute(sa.text("SET search_path = app"))
+        with pytest.raises(SchemaError, match=r"events\..* is not there"):
+            Outbox().check(connection)
+        connection.execute(sa.text("SET search_path = app, outbox"))
+        Outbox(unique_keys=True).check(connection)
+        Outbox().add(connection, event())
+        connection.execute(sa.text("ALTER TABLE outbox.scheduled RENAME TO other"))
+        with pytest.raises(SchemaError, match=r"scheduled\..* is not there"):
+            Outbox().check(connection)
+    engine.dispose()

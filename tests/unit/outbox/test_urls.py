@@ -255,6 +255,13 @@ def test_without_psycopg_or_libpq_the_extra_is_named(tmp_path, monkeypatch, code
     assert (caught.value.extra, "secret" in str(caught.value)) == ("psycopg", False)
 
 
+def test_an_at_sign_in_an_option_is_said_to_be_one():
+    said = "it has an unexpected @; in user, password, database and options write / as %2F, @ as %40 and % as %25"
+    with pytest.raises(ConfigurationError, match=said):
+        libpq_url("postgresql://u@h/db?application_name=a@b")
+    assert libpq_url("postgresql://u@h/db?application_name=a%40b").endswith("a%40b")
+
+
 def test_usual_addresses_stay_as_they_are():
     assert libpq_url("postgresql+psycopg://u:p%40@h:5/db?a=b".replace("?a=b", "")) == "postgresql://u:p%40@h:5/db"
     assert sqlalchemy_url("postgresql://localhost/shop") == "postgresql+psycopg://localhost/shop"

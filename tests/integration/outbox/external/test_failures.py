@@ -24,7 +24,7 @@ from outbox._app import migrate as db
 from outbox._clients.clock import uptime
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerUnavailable
-from outbox.consumer.postgres_errors import clear_errors
+from outbox.consumer.postgres_errors import MOST_STRIKES, clear_errors
 from outbox.external import caller as caller_module
 from outbox.external.caller import Caller
 
@@ -377,6 +377,34 @@ def test_sql_that_always_ends_its_session_counts_as_failed_and_holds_up_no_other
         "terminating connection"
         in sink.rows("SELECT last_error FROM consumer.reservations WHERE state = 'stuck'")[0][0]
     )
+
+
+def test_a_cancellation_whose_commit_fails_again_and_again_is_no_call_again(sink, provider, monkeypatch):
+    """As where a pooler ends each COMMIT that waits for a standby: there is no SQL of the user's that has failed."""
+    monkeypatch.setattr(caller_module, "_LONGEST_PAUSE", 0.2)
+    external = payments(provider.url, cancel=True, max_attempts=100)
+    provider.tell("o", "done-drop", "refuse")
+    provider.tell("cancel o", "503")
+    with sink.connect() as connection:
+        connection.execute("CREATE SEQUENCE ended")
+        # A sequence counts also what is rolled back.
+        connection.execute(
+            "CREATE FUNCTION ended() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF nextval('public.ended') <= "
+            f"{MOST_STRIKES + 1} THEN PERFORM pg_terminate_backend(pg_backend_pid()); PERFORM pg_sleep(60); END IF; "
+            "RETURN NULL; END $$"
+        )
+        connection.execute(
+            "CREATE CONSTRAINT TRIGGER ended AFTER UPDATE ON consumer.reservations DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW WHEN (OLD.taking_back AND NEW.state = 'cancelling' AND NEW.last_error LIKE '%503%') "
+            "EXECUTE FUNCTION ended()"
+        )
+    sink.reserve(external, ["o"])
+    counts = sink.drain(external, patience=None)
+    assert (counts["cancelled"], counts.get("confirmed")) == (1, None)
+    assert sink.rows("SELECT last_value FROM ended")[0][0] > MOST_STRIKES + 1
+    assert sink.states() == {"o": "cancelled"}
+    assert len(provider.requests("o", "/charges")) == 2
+    assert (provider.effects(), provider.standing()) == (["o"], Counter())
 
 
 def test_a_stop_does_not_wait_for_the_database_beyond_the_leases(sink, provider):

@@ -132,8 +132,8 @@ def test_a_request_that_http_does_not_allow_is_not_sent(provider, url, headers):
 
 
 @contextlib.contextmanager
-def answering(content: bytes) -> Iterator[str]:
-    """Answer one request with these bytes; yield where."""
+def answering(content: bytes, heard: list[bytes] | None = None) -> Iterator[str]:
+    """Answer one request with these bytes; yield where. ``heard``: gets the request's headers, in lower case."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -141,6 +141,8 @@ def answering(content: bytes) -> Iterator[str]:
         def answer() -> None:
             with server.accept()[0] as connection, connection.makefile("rb") as request:
                 while (line := request.readline().lower()).strip():
+                    if heard is not None:
+                        heard.append(line.strip())
                     if line.startswith(b"content-length:"):
                         length = int(line.partition(b":")[2])
                 request.read(length)
@@ -161,7 +163,7 @@ def answering(content: bytes) -> Iterator[str]:
         # The provider may go on.
         ("HTTP/1.1 102 Processing\n\n", OutcomeUnknown),
         ("HTTP/1.1 101 Other\nUpgrade: x\n\n", OutcomeUnknown),
-        (f"HTTP/1.1 200 OK\n\n{'[' * 5000}{']' * 5000}", {"text": "[" * 5000 + "]" * 5000}),
+        *((f"HTTP/1.1 200 OK\n\n{'[' * deep}{']' * deep}", {"text": "[" * deep + "]" * deep}) for deep in (960, 5000)),
     ],
 )
 def test_only_the_last_answer_counts_however_deep_it_is(content, expected):
@@ -169,6 +171,24 @@ def test_only_the_last_answer_counts_however_deep_it_is(content, expected):
         if isinstance(expected, type):
             fails.enter_context(pytest.raises(expected))
         assert HttpCall(url)(call("o")) == expected
+
+
+def test_a_header_is_sent_once_however_it_is_spelled():
+    """Servers refuse two, join them, or take one of them: with two keys it may be the one that all calls have."""
+    given = {
+        "content-type": "application/vnd.api+json",
+        "ACCEPT": "*/*",
+        "connection": "Close",
+        "idempotency-key": "mine",
+        "x-Mine": "1",
+    }
+    heard: list[bytes] = []
+    with answering(b"HTTP/1.1 204 None\r\n\r\n", heard) as url:
+        assert HttpCall(url, headers=given)(call("o")) is None
+    names = [line.partition(b":")[0] for line in heard[1:]]
+    assert len(names) == len(set(names))
+    for name, value in (given | {"idempotency-key": call("o").key}).items():
+        assert f"{name}: {value}".lower().encode() in heard
 
 
 def test_keys_headers_and_urls_are_what_was_declared(provider):
@@ -234,6 +254,9 @@ def test_retry_after_as_a_date_is_measured_by_the_servers_clock():
     assert _retry_after(headers(Date=later, Retry_After=now)) == 0.0
     assert _retry_after(headers(Retry_After="-5")) is None
     assert _retry_after(headers(Retry_After="Wed, 99 Foo")) is None
+    for huge in ("Mon, 01 Jan 2024 00:00:00 +9999999999999999999", "Mon, 01 Jan 9999999999999999999 00:00:00 GMT"):
+        assert _retry_after(headers(Retry_After=huge)) is None
+        assert _retry_after(headers(Retry_After=later, Date=huge)) is None
     assert _retry_after(headers()) is None
 
 

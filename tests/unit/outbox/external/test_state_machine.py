@@ -107,6 +107,22 @@ def test_what_follows_from_a_late_answer(row, step, outcome, state, conflict):
     assert (change is not None and change.conflict is not None) == conflict
 
 
+@pytest.mark.parametrize(
+    ("row", "step", "answer"),
+    [
+        (BACK, "cancel", Answer("unknown", "timeout")),
+        (BACK, "cancel", Answer("refused", "no")),
+        (UNSURE, "call", Answer("refused", "no")),
+        (OPEN, "call", Answer("later", "busy", retry_after=9.0)),
+        (ReservationState("cancelled", taking_back=True), "call", Answer("done")),
+    ],
+)
+def test_a_change_without_sql_is_the_same_when_its_commit_fails(row, step, answer):
+    change = settle(row, True, step, answer, RULES, 0.5)
+    assert change is not None
+    assert effect_failed(row, change, "the connection is lost", RULES, 0.5) == change
+
+
 @given(st.integers(1, 1000), st.none() | st.floats(0, 1e9), st.floats(0, 1))
 def test_a_pause_is_bounded_and_keeps_what_was_asked_for(used, retry_after, jitter):
     seconds = pause(used, retry_after, RULES, jitter)
@@ -239,11 +255,11 @@ class Together(RuleBasedStateMachine):
         change = settle(row.reservation(), current, attempt.step, attempt.answer, self.rules, 0.5)
         if change is None:
             return
+        if sql_fails:
+            # Or the COMMIT, which every change has.
+            change = effect_failed(row.reservation(), change, "sql", self.rules, 0.5)
         if change.state in {"confirmed", "cancelled"} and not change.conflict:
-            if sql_fails:
-                change = effect_failed(row.reservation(), change, "sql", self.rules, 0.5)
-            else:
-                self.settled.append(change.state)
+            self.settled.append(change.state)
         self.write(change, attempt)
 
     def write(self, change: Transition, attempt: Attempt) -> None:
@@ -262,13 +278,17 @@ class Together(RuleBasedStateMachine):
         data.draw(st.sampled_from(self.row.open)).killed = True
 
     @precondition(lambda self: self.row.state in {"reserved", "stuck"})
-    @rule(cancel=st.booleans())
-    def by_hand(self, cancel):
-        row = self.row
+    @rule(cancel=st.booleans(), asked=st.booleans())
+    def by_hand(self, cancel, asked):
+        """``asked``: the operator looks up the key of the row's call or cancellation, and says if nothing is there."""
+        row, provider = self.row, self.provider
         if cancel and row.state in {"reserved", "stuck"} and not row.taking_back:
             row.unsure = row.unsure or row.has_response
             row.state, row.taking_back, row.has_response = "cancelling", True, False
         elif row.state == "stuck":
+            nothing = not provider.barred if row.taking_back else not (provider.done or row.open)
+            if asked and nothing:
+                row.unsure = row.unsure and row.taking_back
             row.state = "cancelling" if row.taking_back else "reserved"
         else:
             return

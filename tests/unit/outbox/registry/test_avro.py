@@ -8,6 +8,8 @@ import enum
 import io
 import itertools
 import math
+import sys
+import uuid
 from decimal import Decimal
 from typing import Any
 
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from registry_support import LINE, LINE_OF, NOON, ORDER, SMALL, field, known, optional, order, server
 
-from outbox import PayloadError, SchemaMismatch
-from outbox.registry import Avro, RegistrySerializer
+from outbox import MissingExtra, PayloadError, SchemaMismatch
+from outbox.registry import Avro, JsonSchema, RegistrySerializer
+from outbox.serializing import Serialized, serialize
 from spark_jobs.payloads import decoding
 
 __all__ = ["server"]
@@ -81,6 +84,26 @@ def test_consumers_read_the_avro_that_was_written(avro, payload):
     for line, given_line in zip(found["lines"], payload.get("lines", []), strict=True):
         assert line["price"].as_tuple().exponent == -2
         assert line["price"] == given_line["price"]
+
+
+@pytest.mark.parametrize("given", [uuid.UUID(int=7), str(uuid.UUID(int=7)), uuid.UUID(int=7).bytes])
+@pytest.mark.parametrize("optional", [False, True])
+def test_a_uuid_may_be_carried_by_sixteen_bytes(given, optional):
+    carrier: Any = {"type": "fixed", "name": "Id", "size": 16, "logicalType": "uuid"}
+    schema = {"type": "record", "name": "R", "fields": [field("id", ["null", carrier] if optional else carrier)]}
+    assert Avro("s", schema).encode({"id": given}) == b"\x02" * optional + uuid.UUID(int=7).bytes
+    with pytest.raises(SchemaMismatch):
+        Avro("s", schema).encode({"id": "seven"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "package"), [(Avro("s", '"int"'), "fastavro"), (JsonSchema("s", "{}"), "jsonschema")]
+)
+def test_without_its_package_a_schema_names_the_extra(monkeypatch, schema, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    said = rf"{package} is not installed; run: pip install 'outbox-kafka\[registry\]'"
+    with pytest.raises(MissingExtra, match=said):
+        serialize(lambda event: Serialized(schema.encode(event.payload), "x"), order({"a": 1}))
 
 
 @dataclasses.dataclass

@@ -14,14 +14,13 @@ import pytest
 import schema_registry
 from confluent_kafka.schema_registry import SchemaRegistryClient
 from confluent_kafka.schema_registry.serde import SchemaId
-from decoding_support import ID, order, read
+from decoding_support import ID, avro, order, read
 from google.protobuf import descriptor_pb2, empty_pb2, timestamp_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as t
 
 from outbox.consumer.errors import ConsumerUnavailable, JobError
-from spark_jobs.payloads import avro as avro_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
 from spark_jobs.payloads.decoding import PROBLEM, Avro, Protobuf, Raw, _JsonPlan
 from spark_jobs.payloads.framing import unframe
@@ -88,12 +87,6 @@ RECORD = {
         {"name": "lines", "type": {"type": "array", "items": {"type": "map", "values": "double"}}, "default": []},
     ],
 }
-
-
-def avro(reader: dict, writer: dict | None = None, **policy: str) -> avro_payload.Plan:
-    return avro_payload.Plan(
-        Schema("AVRO", json.dumps(reader)), Schema("AVRO", json.dumps(writer or reader)), None, Policy(**policy)
-    )
 
 
 AVRO_ORDER = avro(RECORD)()
@@ -310,7 +303,14 @@ def test_a_registry_that_is_away_is_no_bad_message():
         client = Client(registry, None)
         assert client.latest("orders-value") == client.schema(number) == Schema("AVRO", json.dumps(RECORD))
         assert client.schema(uuid.UUID(server.schemas[0]["guid"])).kind == "AVRO"
-        for unknown in (number + 1, uuid.uuid4()):
+        # A number that is no int of Java, and a GUID in a registry that has none, are no address of theirs.
+        for unknown, server.guids in (
+            (number + 1, True),
+            (2**31, True),
+            (2**32 - 1, True),
+            (uuid.uuid4(), True),
+            (uuid.uuid4(), False),
+        ):
             with pytest.raises(Problem, match=f"no schema {unknown}"):
                 client.schema(unknown)
         with pytest.raises(JobError, match="no subject nothing-value"):
@@ -321,6 +321,8 @@ def test_a_registry_that_is_away_is_no_bad_message():
                 Client(wrong, None).schema(number)
             with pytest.raises(ConsumerUnavailable):
                 Client(wrong, None).latest("orders-value")
+            with pytest.raises(ConsumerUnavailable):
+                Client(wrong, None).schema(uuid.uuid4())
         server.failing = 503
         with pytest.raises(ConsumerUnavailable, match="the store is away"):
             Client(registry, None).schema(number)
