@@ -186,7 +186,7 @@ def test_a_token_that_did_not_come_ends_the_member_once_that_has_lasted(monkeypa
     away = KafkaException(KafkaError(KafkaError.SASL_AUTHENTICATION_FAILED, "OAuth token not set within 10 seconds"))
     with pytest.raises(KafkaException, match="OAuth token"), made.clients.making():
         raise away
-    monkeypatch.setattr(made.clients._credentials, "_seconds", 0.0)
+    monkeypatch.setattr("outbox._clients.kafka_rules.REFUSED_SECONDS", 0.0)
     with pytest.raises(Ended, match="OAuth token"), made.clients.making():
         raise away
 
