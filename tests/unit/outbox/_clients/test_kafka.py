@@ -96,7 +96,7 @@ def test_an_address_that_can_not_be_resolved_is_a_reason():
 
 
 class Callback:
-    """A callback of a client that takes a step with it."""
+    """A callback of a client that takes a step with it once: ``close`` calls it again."""
 
     def __init__(self, step: Callable[[Consumer], object]) -> None:
         self.step = step
@@ -104,7 +104,8 @@ class Callback:
 
     def called(self, _statistics: str) -> None:
         assert self.consumer is not None
-        self.step(self.consumer)
+        step, self.step = self.step, bool
+        step(self.consumer)
 
 
 @pytest.mark.parametrize(
