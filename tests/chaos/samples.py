@@ -1,8 +1,9 @@
 """What a soak samples: what processes and Postgres hold every few seconds, as JSON lines, and whether it stays flat.
 
 A process that is killed starts again at zero. So each life of a process is compared with itself: the median of the last
-third of its samples with that of the first, when it has warmed up. Of several lives of a role the median growth counts,
-of those that were at least half as long as the longest. What Postgres holds has one life.
+third of its samples with that of the first, when it has warmed up; of backlogs, the lower quartiles. Of several lives
+of a role the median growth counts, of those that were at least half as long as the longest. What Postgres holds has one
+life.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, Final, NamedTuple
 
 import psutil
@@ -56,6 +57,8 @@ FIGURES: Final = {
     OLDEST: Figure("s", 5),
     UNAPPLIED: Figure("", 2_000),
 }
+BACKLOGS: Final = {WAITING, OLDEST, UNAPPLIED}
+"""What comes and goes with the load and with faults. It grows if it no longer gets low: its lower quartiles count."""
 KEPT: Final = {
     "outbox.published",
     "outbox.audit",
@@ -168,7 +171,7 @@ def load(file: Path) -> Series:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What became of a figure: the medians of the first and the last thirds of its lives, and of their growth."""
+    """What became of a figure: the medians over its lives of what was typical in their first and last thirds."""
 
     figure: str
     name: str
@@ -180,6 +183,10 @@ class Finding:
     growth: float = 0.0
 
 
+def _lower_quartile(values: Sequence[float]) -> float:
+    return quantiles(values, n=4)[0]
+
+
 def judge(series: Series) -> list[Finding]:
     """Return what became of each figure, in the order of FIGURES."""
     found = [_judge(figure, name, lives) for (figure, name), lives in sorted(series.items())]
@@ -189,8 +196,9 @@ def judge(series: Series) -> list[Finding]:
 def _judge(figure: str, name: str, lives: Lives) -> Finding:
     warm = [[value for at, value in life if at >= life[0][0] + WARM_UP_SECONDS] for life in lives.values()]
     least = max(LEAST, max(map(len, warm)) / 2)
+    typical = _lower_quartile if figure in BACKLOGS else median
     thirds = [
-        (median(each[: len(each) // 3]), median(each[-(len(each) // 3) :])) for each in warm if len(each) >= least
+        (typical(each[: len(each) // 3]), typical(each[-(len(each) // 3) :])) for each in warm if len(each) >= least
     ]
     if not thirds:
         return Finding(figure, name, "too short")

@@ -50,8 +50,9 @@ _SOAK: Final = """
 ## Soak
 
 `make soak`: {minutes:g} minutes, {source}, {delivery}; {rate:g} events a second, of which some are rolled back, and a
-fault each minute. {events:,} committed events, {struck} faults, {anomalies} anomalies. A process that is killed starts
-again: each is compared with itself, the last third of its samples with the first, by their medians.
+fault each minute. {events:,} committed events, {struck} faults, {anomalies} anomalies; recovery {recovery_p50:g} s in
+the median, {recovery_max:g} s at most. A process that is killed starts again: each is compared with itself, the last
+third of its samples with the first, by their medians; of backlogs, which come and go, by their lower quartiles.
 
 ![Memory, files, connections, rows and WAL over time](soak.svg)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from chaos import table
 from chaos.course import MEMBER_FAULTS, RELAY_FAULTS, SERVER_FAULTS, Configuration
-from chaos.samples import FIGURES, MEMORY, OLDEST, SIZE, Finding, judge, load
+from chaos.samples import FIGURES, MEMORY, OLDEST, SIZE, UNAPPLIED, Finding, judge, load
 from chaos.soak import soak_course
 
 LONG = Configuration("wal", "exactly-once", 1, 5400.0, operators=False, consumers="both", rate=500.0)
@@ -71,6 +71,13 @@ def test_a_peak_at_a_fault_is_no_growth():
     assert one([life(0, 90, lambda at: 500.0 if 5000 < at < 5300 else 0.5)], OLDEST, "outbox").verdict == "flat"
 
 
+def test_a_backlog_that_is_worked_off_is_no_growth_and_one_that_gets_higher_is():
+    """For half of the last third it is high, as other programs used the processors."""
+    burst = one([life(0, 90, lambda at: 15_000 if 3600 < at < 4600 else at % 300)], UNAPPLIED, "effects")
+    assert (burst.verdict, burst.lives) == ("flat", 1)
+    assert one([life(0, 90, lambda at: at + 4_000 * (at % 60 < 5))], UNAPPLIED, "effects").verdict == "grows"
+
+
 def test_so_little_is_no_growth():
     slack = FIGURES[MEMORY].slack
     for rise, verdict in ((slack - 1, "flat"), (slack + 1, "grows")):
@@ -105,7 +112,7 @@ def test_the_page_has_a_section_for_the_last_soak(tmp_path):
     finding = {"figure": MEMORY, "name": "relay", "verdict": "flat", "lives": 2, "first": 80.0, "last": 81.5}
     finding["growth"] = 1
     row = {"seconds": 5400.0, "struck": [60.0], "rate": 500.0, "events": 2500000, "source": "wal"}
-    row |= {"delivery": "exactly-once", "anomalies": {}}
+    row |= {"delivery": "exactly-once", "anomalies": {}, "recovery_p50": 1.9, "recovery_max": 11.6}
     other = {**finding, "name": "inbox", "growth": 0.5}
     row["findings"] = [finding, other, {**finding, "verdict": "too short"}]
     (tmp_path / "soak.json").write_text(json.dumps(row))
