@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 
 import pytest
 from confluent_kafka import Producer
@@ -11,8 +10,6 @@ from confluent_kafka.admin import AclOperation, NewTopic, ResourceType
 from secured import PASSWORD, SecuredKafka, allow, set_password
 from support import wait_until
 
-from outbox._clients.kafka_rules import LastingRefusal
-from outbox.consumer import member_clients
 from outbox.inbox import Consumer, KafkaFailed
 from outbox.testing.fixtures import token
 from outbox.transform import KafkaRefused, Transformer, _session
@@ -68,7 +65,7 @@ def test_an_inbox_outlives_a_refusal_of_its_password(secured, topic, outbox_post
 
 
 def test_a_password_that_stays_wrong_ends_it(secured, topic, outbox_postgres, monkeypatch):
-    monkeypatch.setattr(member_clients, "LastingRefusal", partial(LastingRefusal, 0.0))
+    monkeypatch.setattr("outbox._clients.kafka_rules.REFUSED_SECONDS", 0.0)
     kafka = secured.options | {"sasl.password": "wrong"}
     with pytest.raises(KafkaFailed, match="look at the credentials"):
         Consumer(outbox_postgres.url, [topic], group=topic, kafka=kafka).run(lambda *_: None)

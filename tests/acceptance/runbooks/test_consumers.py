@@ -311,21 +311,23 @@ def test_the_sink_refuses_messages(operator, outbox_postgres, outbox_kafka, monk
 
 @of("A call is stuck")
 def test_a_provider_fails(operator, sink, provider, outbox_kafka):
-    """One call is made again, one is taken back."""
+    """One call is made again, one as if for the first time, one is taken back."""
     external = payments(provider.url, max_attempts=2, cancel=True)
-    for name in ("bad", "worse"):
+    for name in ("bad", "lost", "worse"):
         provider.tell(name, "500", "500")
-    again, never = map(str, sink.reserve(external, [("bad", "k"), ("worse", "l")]))
+    again, unknown, never = map(str, sink.reserve(external, [("bad", "k"), ("lost", "m"), ("worse", "l")]))
     sink.reserve(external, [("behind", "k")])
-    assert sink.drain(external)["stuck"] == 2
+    assert sink.drain(external)["stuck"] == 3
     assert alarms("orders", sink.url, outbox_kafka) == {"ConsumerEffectStuck"}
     listed = operator.act("outbox external list")
     assert re.search(rf"^{again} .*stuck, may have happened, 2 attempts, 1 wait behind it: .*HTTP 500", listed, re.M)
-    operator.act("outbox external retry", MESSAGE_ID=again)
+    operator.act("outbox external retry MESSAGE_ID", MESSAGE_ID=again)
+    operator.act("outbox external retry MESSAGE_ID --not-done", MESSAGE_ID=unknown)
     operator.act("outbox external cancel", MESSAGE_ID=never)
     assert alarms("orders", sink.url, outbox_kafka) == set()
     sink.drain(external)
-    assert sink.states() == {"bad": "confirmed", "behind": "confirmed", "worse": "cancelled"}
+    done = dict.fromkeys(("bad", "behind", "lost"), "confirmed")
+    assert sink.states() == done | {"worse": "cancelled"}
     assert alarms("orders", sink.url, outbox_kafka) == set()
 
 
