@@ -115,9 +115,6 @@ def _read_alone(reader: Reader, payloads: pa.Array, headers: pa.Array, kind: pa.
                 row = reader(value, header)
             except Problem as error:
                 problem = str(error)
-            except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-                # A value that the reader does not expect. Its text may quote the payload.
-                problem = f"the payload can't be read: {type(error).__name__}"
         problems.append(problem)
         for column, item in zip(listed, row, strict=True):
             column.append(item)

@@ -9,12 +9,10 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from decoding_support import avro, read_with
+from decoding_support import avro
 from fastavro import schemaless_writer
 from pyspark.sql import types as t
 
-from outbox.consumer.errors import ConsumerUnavailable
-from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.reading import Problem
 
 
@@ -131,21 +129,3 @@ def test_an_avro_payload_that_ends_within_a_field_that_no_column_has_is_a_proble
             reader(payload[:size], None)
     with pytest.raises(Problem, match="goes on behind the record"):
         reader(payload + b"\0", None)
-
-
-def test_a_value_that_a_reader_does_not_expect_is_a_problem_of_its_row():
-    def reader(value: bytes, header: bytes | None) -> list[int]:
-        return [{b"a": 1}[value]]
-
-    fields = t.StructType().add("n", t.IntegerType())
-    assert [(row["n"], row[PROBLEM]) for row in read_with(reader, fields, [b"a", b"secret", None])] == [
-        (1, None),
-        (None, "the payload can't be read: KeyError"),
-        (None, None),
-    ]
-
-    def away(value: bytes, header: bytes | None) -> list[int]:
-        raise ConsumerUnavailable("the registry")
-
-    with pytest.raises(ConsumerUnavailable):
-        read_with(away, fields, [b"a"])
