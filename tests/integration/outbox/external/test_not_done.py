@@ -33,7 +33,7 @@ def test_a_cancellation_that_the_provider_does_not_know_is_made_as_if_for_the_fi
         if through == "the method":
             desk.retry(Chosen(message_ids=[message_id]), not_done=True)
         else:
-            outbox_cli("external", "retry", str(message_id), "--not-done")
+            outbox_cli("external", "retry", str(message_id), "--not-done", "--json")
     assert sink.drain(external) == {"attempts": 1, "cancelled": 1}
     assert (provider.effects(), provider.standing()) == (["o"], Counter())
     assert sink.orders() == {"o": ("cancelled", 1)}
