@@ -252,7 +252,7 @@ MUTANTS: Final = (
         "retries_are_counted_again",
         "the ledger counts each event once",
         "relay/audit/ledger.py",
-        " WHERE NOT from_relay",
+        "NOT from_relay AND ",
         "",
         (f"{_RELAY}/audit/test_ledger.py",),
     ),
