@@ -107,6 +107,7 @@ class _Comparison:
         self._audit = Audit(minute_start(self._minutes.start), minute_start(self._minutes.stop), self._key)
         if isinstance(state, str):
             self._audit.notes.append(state)
+        self._ce_time = settings.headers is not HeaderSet.DEBEZIUM
         self._tables = Tables(
             self._connection,
             settings.db_schema,
@@ -115,7 +116,7 @@ class _Comparison:
             self._minutes,
             self._key,
             order_minutes=scope.order_minutes,
-            untimed=settings.headers is not HeaderSet.DEBEZIUM,
+            ce_time=self._ce_time,
         )
         self._deleted: set[bytes] = set()
         """The ids of archived events whose records Kafka has deleted, or are not compared."""
@@ -187,8 +188,7 @@ class _Comparison:
         known = {window.topic for window in unarchived} | set(archived_topics)
         chosen = choose(self._settings, self._scope, self._router, self._groups, known)
         self._coverage.own, topics, self.skipped_topics = chosen
-        untimed = self._settings.headers is not HeaderSet.DEBEZIUM
-        self._topics = Topics(self._options, topics, self._settings.ce_source, self._key, untimed=untimed)
+        self._topics = Topics(self._options, topics, self._settings.ce_source, self._key, ce_time=self._ce_time)
         complete = self._coverage.whole if all_known else ()
         self._extents = self._topics.extents(self._audit.since, lowest, complete=complete)
         self._audit.notes += [

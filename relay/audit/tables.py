@@ -46,7 +46,7 @@ _ARCHIVED: Final = """(
      WHERE event_id >= %(low)s::uuid AND event_id < %(high)s::uuid AND {has_time} AND {original}
     UNION ALL
     SELECT * FROM {published}
-     WHERE %(untimed)s AND published_at >= %(since)s AND created_at >= %(since)s AND created_at < %(until)s
+     WHERE %(ce_time)s AND published_at >= %(since)s AND created_at >= %(since)s AND created_at < %(until)s
        AND NOT {has_time} AND {original})"""
 
 _WHOLE: Final = (
@@ -228,7 +228,7 @@ class Tables:
     topics  those that are audited; None for all.
     minutes the range of minutes.
     order_minutes  so many minutes before it are compared with for the order of keys.
-    untimed  whether archived events whose ids have no time are wanted for more than the order.
+    ce_time  whether records have this header: without it, events whose ids have no time count only for the order.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Tables:
         key: bytes,
         *,
         order_minutes: int = 0,
-        untimed: bool = True,
+        ce_time: bool = True,
     ) -> None:
         self._connection = connection
         self._names = _pieces(names_of(schema) | {"ledger": sql.Identifier(schema, "ledger")})
@@ -255,11 +255,11 @@ class Tables:
             "until": minute_start(minutes.stop),
             "first_minute": minutes.start,
             "end_minute": minutes.stop,
-            "untimed": untimed,
+            "ce_time": ce_time,
         }
         self._minutes = minutes
         first = max(minutes.start - order_minutes, 0)
-        self._of_order: dict[str, Any] = {"low": first_id(first), "since": minute_start(first), "untimed": True}
+        self._of_order: dict[str, Any] = {"low": first_id(first), "since": minute_start(first), "ce_time": True}
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:

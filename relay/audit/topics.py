@@ -62,17 +62,17 @@ class Topics:
 
     source   the relays' ``ce_source``: records of another one are of another outbox.
     key      of the hashes.
-    untimed  whether records have ``ce_time``: without it, events whose ids have no time are left out.
+    ce_time  whether records have this header: without it, events whose ids have no time are left out.
     """
 
     def __init__(
-        self, options: Mapping[str, str], topics: Collection[str], source: str, key: bytes, *, untimed: bool = True
+        self, options: Mapping[str, str], topics: Collection[str], source: str, key: bytes, *, ce_time: bool = True
     ) -> None:
         self._options = options
         self._topics = topics
         self._source = source.encode()
         self._key = key
-        self._untimed = untimed
+        self._ce_time = ce_time
         self._offsets = Offsets(options)
         self.others: Counter[str] = Counter()
         """By topic, the records that are not of this outbox, each once."""
@@ -212,7 +212,7 @@ class Topics:
             return None
         minute = minute_of_id(event_id)
         timed = minute is not None
-        if minute is None and not self._untimed:
+        if minute is None and not self._ce_time:
             self.untimed |= {place.topic} if ours else set()
             return None
         if minute is None:

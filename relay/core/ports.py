@@ -205,7 +205,7 @@ class Fetched:
                  error it has to be taken over again.
     known        False while nothing is known of events (the stream is not read yet): finding none is then no success.
     settling     lanes whose previous turn is settled while this one is published; the next ``settle`` has the result.
-    unconfirmed  only ``Source.confirm`` tells whether the previous turn is settled, the leases are valid and the events
+    unconfirmed  only ``Source.confirm`` shows whether the previous turn is settled, the leases are valid and the events
                  durable: no reader may see the events before.
     retried      lanes whose events have been refused before.
     """

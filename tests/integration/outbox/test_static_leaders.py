@@ -27,7 +27,7 @@ PARTITIONS = 7
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch) -> None:
-    """A member compares twice a second: it takes two looks to see that nobody has a partition."""
+    """A member compares twice a second: it takes two looks to see that no member has a partition."""
     monkeypatch.setattr(static_groups, "_SECONDS", 0.5)
 
 

@@ -127,9 +127,9 @@ def test_the_lock_monitor_keeps_a_session_and_replaces_it(url, monkeypatch):
     group = "Bestellungen für Käufer"
     driver, _ = blockers.names(group)
     name = connections.application_name(f"outbox watch {group}")
-    told: list[str] = []
+    reports: list[str] = []
     run(url, "CREATE TABLE numbers (n int)")
-    with LockMonitor(url, group, lambda text, figures: told.append(f"{text} {figures['waiting']}")):
+    with LockMonitor(url, group, lambda text, figures: reports.append(f"{text} {figures['waiting']}")):
         (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
 
         def looks() -> Any:
@@ -150,10 +150,10 @@ def test_the_lock_monitor_keeps_a_session_and_replaces_it(url, monkeypatch):
 
             waiting = threading.Thread(target=wait)
             waiting.start()
-            wait_until(lambda: told, what="a report")
+            wait_until(lambda: reports, what="a report")
             blocker.rollback()
             waiting.join(30)
-    assert told == [f"waiting for a lock {driver}"]
+    assert reports == [f"waiting for a lock {driver}"]
     wait_until(lambda: sessions(url, name) == [], what="the session's end")
 
 

@@ -422,7 +422,7 @@ def test_what_can_not_be_asked_for(outbox_postgres, outbox_kafka):
         (["--since", "2026-11-25T10:00", "--until", "2026-11-25T10:00"], "is not before --until"),
         (["--since", "2026-11-25T10:01", "--until", "2026-11-25T10:00"], "is not before --until"),
         (["--group", "nobody"], "--group nobody: there "),
-        (["--group", "nobody", "--topic", "order-events"], "there is no such group with positions in order-events"),
+        (["--group", "unknown", "--topic", "order-events"], "there is no such group with positions in order-events"),
         (["--follow", "--json"], "--follow goes with --since and --partial only"),
         (["--follow", "--group", "nobody"], "--follow goes with --since and --partial only"),
     ):

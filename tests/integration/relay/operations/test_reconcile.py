@@ -214,7 +214,7 @@ def test_a_lane_that_is_faster_than_its_marker_is_read_has_no_problem(outbox, be
     def markers() -> Iterator[Marker]:
         for batch in (4, 7, 10):
             outbox.run("UPDATE outbox.lanes SET last_batch = %s WHERE lane = 3", batch)
-            # Of rows that are settled by the time that somebody looks for them.
+            # Of rows that are settled by the time that they are looked for.
             yield outbox.marker(batch - 1, [(1, str(uuid.uuid4()))])
 
     states = beside(markers())

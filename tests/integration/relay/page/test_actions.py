@@ -82,8 +82,8 @@ def test_a_copy_is_acted_on_without_the_event_whose_id_it_has(serve, environment
     assert "1 event was discarded" in page.act(path, event_id=one, reason="gone").text
     assert "1 event was discarded" in page.act(path, **group, reason="gone").text
     assert remaining(environment) == {("Order", "topic 'orders': too large"): 1}
-    nobody = {"event_id": "99999/1", "reason": "gone", "form_token": page.form_token()}
-    assert "nothing would be discarded" in page.ask(path, nobody).text
+    missing = {"event_id": "99999/1", "reason": "gone", "form_token": page.form_token()}
+    assert "nothing would be discarded" in page.ask(path, missing).text
     assert page.ask(path, {"event_id": "0/x", "reason": "gone", "form_token": page.form_token()}).status == 400
 
 

@@ -317,7 +317,7 @@ def test_tiny_decimals_are_left_to_the_exact_reader(tmp_path):
         "1" + "0" * 55 + "e-56",
     ]
     forms = ['{"f":%s}', '{"f":"%s"}', '{"g":[1, %s ]}']
-    # Where the number stands is found by other means than what it is: some of them tell.
+    # The place of a number is found by other code than its value, so a part of the numbers is enough.
     others = ['{"f":\t%s\t,"g":null}', '{"f":1,"f":"%s"}', '{"f":"%s","f":1}']
     texts = [form % number for form in forms for number in numbers]
     texts += [form % number for form in others for number in numbers[::5]]

@@ -51,9 +51,9 @@ def test_spark_s_own_configuration_is_not_contradicted(monkeypatch, tmp_path):
 
 
 def test_one_partition_is_told_of_by_one_task():
-    told = TaskResult(RangeOutcome.APPLIED, read=2, fresh=1, detail="x", behind=3, size=9, committed=1.5)
+    result = TaskResult(RangeOutcome.APPLIED, read=2, fresh=1, detail="x", behind=3, size=9, committed=1.5)
     row = Row(*[column.partition(" ")[0] for column in REPORT.split(", ")])
-    rows = [row("t", part, *asdict(told).values()) for part in (0, 1)]
-    assert reported(rows) == {("t", 0): told, ("t", 1): told}
+    rows = [row("t", part, *asdict(result).values()) for part in (0, 1)]
+    assert reported(rows) == {("t", 0): result, ("t", 1): result}
     with pytest.raises(EffectFailed, match="t-1: two tasks had rows of it"):
-        reported([*rows, row("t", 1, *asdict(replace(told, outcome=RangeOutcome.ALREADY)).values())])
+        reported([*rows, row("t", 1, *asdict(replace(result, outcome=RangeOutcome.ALREADY)).values())])
