@@ -51,7 +51,9 @@ from benchmarks.consuming.latency import latency
 from benchmarks.consuming.partitions import Job
 from benchmarks.consuming.stage import PARTITIONS, Stage, fill, flat, nested
 from benchmarks.consuming.ways import Way
+from benchmarks.harness import report
 from benchmarks.harness.choice import choose
+from benchmarks.harness.results import Target, at_least, at_most
 from benchmarks.harness.servers import BenchError
 from outbox._app import migrate as db
 from outbox.sandbox import jars
@@ -134,6 +136,7 @@ def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way]
     console.print(table)
     for way in chosen:
         console.print(f"{way.name}: {way.about}", markup=False, soft_wrap=True)
+    report.show_targets(console, [_times(rates, *goal) for goal in ways.GOALS])
     return {
         "events": stage.events,
         "rounds": rounds,
@@ -141,6 +144,12 @@ def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way]
         f"{base}_divided_by": ratios,
         "failed": failed,
     }
+
+
+def _times(rates: dict[str, list[float]], name: str, other: str, goal: float) -> Target:
+    """Return the target that a way is so many times as fast as another, by rounds."""
+    found = [mine / theirs for mine, theirs in zip(rates.get(name, ()), rates.get(other, ()), strict=False)]
+    return at_least(f"{name}: times {other}", found, goal)
 
 
 def wide(console: Console, stage: Stage, topics: Topics, parts: int, jobs: list[Job]) -> tuple[dict[str, Any], bool]:
@@ -234,6 +243,9 @@ def main() -> int:
         if "latency" in only:
             found["latency"] = latency(stage, topics.create_topic(topics.name("latency"), PARTITIONS))
             console.print(orjson.dumps(found["latency"]).decode(), markup=False)
+            goals = {"ten_p50_ms": 15, "steady_p50_ms": 12, "steady_p99_ms": 35}
+            shown = [at_most(name, [found["latency"][name]], goal, 1, " ms") for name, goal in goals.items()]
+            report.show_targets(console, shown)
         if "throughput" in only and chosen:
             found["throughput"] = throughput(console, stage, topics, chosen, options.rounds)
             good = good and not found["throughput"]["failed"]

@@ -198,3 +198,13 @@ ALL: Final = (
 )
 BASE: Final = "dedup"
 """The way that the ratios compare the others with."""
+
+GOALS: Final = (
+    ("dedup", "loop", 1.2),
+    ("offsets only", "loop", 1.4),
+    ("dedup", "append", 2.0),
+    ("dedup", "append, tuned", 1.5),
+    ("transform", "append, tuned", 1.3),
+    ("nested", "append, nested", 1.3),
+)
+"""A way, another one, and how many times as fast as that it is to be."""

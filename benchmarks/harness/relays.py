@@ -25,7 +25,6 @@ class Relay(Publisher):
         self._source = source
         self._settings = {"source": source, "delivery": delivery, "log_format": "json", **settings}
         self._process: RelayProcess | None = None
-        self._starts = 0
         if source == "wal":
             site.outbox("cdc", "setup")
             site.outbox("relay", "switch", "wal")
@@ -42,11 +41,11 @@ class Relay(Publisher):
         return [self.process.pid]
 
     def start(self) -> None:
-        self._starts += 1
+        number = len(list(self.site.folder.glob("relay-*.log"))) + 1
         self._process = RelayProcess(
             [sys.executable, "-m", "relay.cli", "relay", "run", *self.servers.arguments],
             self.site.environment(**self._settings),
-            self.site.folder / f"relay-{self._starts}.log",
+            self.site.folder / f"relay-{number}.log",
         )
         ready = "owner IS NOT NULL AND lease_until > now()" + (" AND streaming" if self._source == "wal" else "")
         with self.site.connect() as connection:

@@ -88,13 +88,17 @@ def show(console: Console, chapter: Chapter) -> None:
     for run in results.runs:
         if run.error is not None:
             console.print(f"FAILED: {run.way}, round {run.round}: {run.error}", style="red", markup=False)
-    targets = shown_targets(chapter)
+    show_targets(console, shown_targets(chapter))
+    console.print()
+
+
+def show_targets(console: Console, targets: Sequence[Target]) -> None:
+    """Print targets as a table, if there are any."""
     if targets:
         asked = Table("target", "asked", "found", "", title_justify="left")
         for target in targets:
             asked.add_row(target.what, target.asked, target.found, _VERDICTS[target.reached])
         console.print(asked)
-    console.print()
 
 
 def shown_targets(chapter: Chapter) -> list[Target]:

@@ -96,11 +96,11 @@ class Results:
         """Return the spread of a way's figures over the rounds; None without any."""
         return Spread.of(list(self.by_round(way, metric).values()))
 
-    def best_debezium(self, metric: str, *, least: bool = False) -> dict[int, str]:
-        """Return, for each round, Debezium's way with the greatest (or least) figure."""
+    def best_debezium(self, metric: str, *, least: bool = False, but: str = "") -> dict[int, str]:
+        """Return, for each round, Debezium's way with the greatest (or least) figure; ``but`` leaves one out."""
         rounds: dict[int, dict[str, float]] = {}
         for way in self.ways:
-            if way.startswith("Debezium"):
+            if way.startswith("Debezium") and way != but:
                 for number, value in self.by_round(way, metric).items():
                     rounds.setdefault(number, {})[way] = value
         choose = min if least else max

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from benchmarks.harness.load import Backlog, Steady, bare_writer, fill, received, wait_until_empty, writer
+from benchmarks.harness.load import SMALL, Backlog, Steady, bare_writer, fill, received, wait_until_empty, writer
 from benchmarks.harness.measure import Cpu, percentile
 from benchmarks.harness.publishers import Publisher, Way, publishing
 from benchmarks.harness.relays import Relay
@@ -32,6 +32,7 @@ Probe = Callable[[Publisher], dict[str, float]]
 class Drain:
     """A backlog to be drained. ``warm`` events go first; the publisher is halted while the others are written.
 
+    size    of each payload in bytes.
     keys    chooses the keys; None: the usual ones.
     probe   looks at the publisher when the first events of the backlog have come; its figures are kept.
     """
@@ -39,6 +40,7 @@ class Drain:
     count: int
     warm: int
     lanes: int = LANES
+    size: int = SMALL
     keys: Callable[[Site], tuple[str, ...]] | None = None
     probe: Probe | None = None
 
@@ -47,7 +49,7 @@ def drain(servers: Servers, way: Way, run: Run, what: Drain) -> None:
     """Measure how fast a backlog is drained. The rate is by the broker's clock, from the first append to the last."""
     with servers.site(f"{run.scenario}-{way.name}", what.lanes) as site, publishing(way, servers, site) as publisher:
         ends = Ends(site)
-        backlog = Backlog(what.count, what.warm)
+        backlog = Backlog(what.count, what.warm, what.size)
         if what.keys is not None:
             backlog = replace(backlog, keys=what.keys(site))
         warm_up(way, publisher, ends, replace(backlog, count=what.warm, first=0))
@@ -115,7 +117,10 @@ def watch(
 
 @dataclass(frozen=True)
 class Latency:
-    """A steady load to be measured, after a warm-up; strict: see check_offered. ``together`` are committed at once."""
+    """A steady load to be measured, after a warm-up and ``rest`` seconds without events; strict: see check_offered.
+
+    ``together`` events are committed at once.
+    """
 
     rate: float
     seconds: float
@@ -123,6 +128,7 @@ class Latency:
     lanes: int = LANES
     strict: bool = True
     together: int = 1
+    rest: float = 0
 
 
 def check_offered(run: Run, committed: Sequence[int], rate: float, *, strict: bool) -> None:
@@ -148,13 +154,17 @@ def latency(servers: Servers, way: Way, run: Run, what: Latency) -> None:
             return
         with publishing(way, servers, site) as publisher:
             warm_up(way, publisher, Ends(site), Backlog(what.warm))
+            time.sleep(what.rest)
             under_load(servers, publisher, site, run, what, Steady(what.rate, count, what.warm, what.together))
 
 
 def under_load(
     servers: Servers, publisher: Publisher | None, site: Site, run: Run, what: Latency, steady: Steady
-) -> array[int]:
-    """Write a steady load and note its latency and cost. Returns when each event came, in ns."""
+) -> tuple[array[int], array[int]]:
+    """Write a steady load and note its latency and cost.
+
+    Returns when each event was committed and when it came, in ns of the monotonic clock.
+    """
     begin = writer if publisher is not None else bare_writer
     with reader(site, steady.first, steady.count) as receiving, begin(site, steady) as writing:
         pids = publisher.pids if publisher is not None else []
@@ -168,4 +178,4 @@ def under_load(
     times = sorted((seen[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
     run.figures |= {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "max": times[-1], **cost}
     check_offered(run, committed, what.rate, strict=what.strict)
-    return seen
+    return committed, seen

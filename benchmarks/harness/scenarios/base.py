@@ -36,6 +36,9 @@ class Sizes:
     held_seconds: float = 60
     held_backlog: int = 100_000
     writer_transactions: int = 8_000
+    rest_seconds: float = 60
+    slow_seconds: float = 60
+    killed_seconds: float = 45
 
 
 QUICK: Final = Sizes(
@@ -50,6 +53,9 @@ QUICK: Final = Sizes(
     held_seconds=3,
     held_backlog=5_000,
     writer_transactions=400,
+    rest_seconds=1,
+    slow_seconds=3,
+    killed_seconds=30,
 )
 
 

@@ -44,7 +44,7 @@ class Held(Scenario):
             warm_up(way.way, relay, ends, Backlog(warm))
             with held_snapshot(site) if way.value else contextlib.nullcontext():
                 load = Latency(2_000, self.sizes.held_seconds, warm, strict=not self.quick)
-                seen = under_load(servers, relay, site, run, load, Steady(2_000, count, warm, together=10))
+                _, seen = under_load(servers, relay, site, run, load, Steady(2_000, count, warm, together=10))
                 relay.halt()
                 base = ends.now()
                 fill(site, Backlog(self.sizes.held_backlog, warm + count))

@@ -56,7 +56,7 @@ class Lanes(Scenario):
     def targets(self, results: Results) -> list[Target]:
         found = []
         for few, many in ((w.name, with_lanes(w.way, self.sizes.lanes).name) for w in self.ways if w.value == LANES):
-            found.append(at_least(f"{many}: rate, of 4 lanes'", results.ratio(many, few, "rate"), 0.8))
+            found.append(at_least(f"{many}: rate, of 4 lanes'", results.ratio(many, few, "rate"), 0.9))
             found += [
                 at_most(f"{many}: {metric}, of 4 lanes'", results.ratio(many, few, metric), 1.0)
                 for metric in ("threads", "connections")

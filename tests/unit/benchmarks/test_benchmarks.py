@@ -77,6 +77,7 @@ def test_the_best_is_chosen_in_each_round():
     results = Results(runs)
     assert results.best_debezium("rate") == {1: "Debezium b", 2: "Debezium a"}
     assert results.best_debezium("rate", least=True) == {1: "Debezium a", 2: "Debezium a"}
+    assert results.best_debezium("rate", but="Debezium b") == {1: "Debezium a", 2: "Debezium a"}
 
 
 def test_targets_go_by_the_median():
