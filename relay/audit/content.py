@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from struct import Struct
 from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
 from outbox.event import CE_ID, CE_SUBJECT, CE_TYPE, CONTENT_TYPE, EVENT_TYPE, IDEMPOTENCY_KEY, RESERVED_HEADERS
 
-_NULL: Final = (-1).to_bytes(4, signed=True)
-
+_LENGTH: Final = Struct(">i")
+_NULL: Final = _LENGTH.pack(-1)
 
 _TEXT: Final = "pg_catalog.int4send(pg_catalog.octet_length({bytes})) || {bytes}"
 _UTF8: Final = "pg_catalog.convert_to({column}, 'UTF8')"
@@ -48,14 +49,13 @@ def content() -> sql.Composed:
 
 def content_of(key: bytes | None, value: bytes | None, headers: Mapping[str, Any]) -> bytes:
     event_type = _bytes(headers.get(CE_TYPE, headers.get(EVENT_TYPE, b"")))
-    parts = [_sized(key), _sized(event_type), _sized(value)]
+    content = _sized(key) + _sized(event_type) + _sized(value)
     for name, sized in _own(tuple(headers)):
         text = _bytes(headers[name])
-        if not (name == IDEMPOTENCY_KEY and text == _bytes(headers.get(CE_ID))) and not (
-            name == CE_SUBJECT and text == key
-        ):
-            parts += sized, _sized(text)
-    return b"".join(parts)
+        usual = headers.get(CE_ID) if name == IDEMPOTENCY_KEY else key if name == CE_SUBJECT else None
+        if text != usual:
+            content += sized + _sized(text)
+    return content
 
 
 # Most events of a topic have the same names.
@@ -71,7 +71,7 @@ def _own(names: Sequence[str]) -> Sequence[tuple[str, bytes]]:
 
 
 def _sized(content: bytes | None) -> bytes:
-    return _NULL if content is None else len(content).to_bytes(4) + content
+    return _NULL if content is None else _LENGTH.pack(len(content)) + content
 
 
 def _bytes(value: Any) -> bytes:

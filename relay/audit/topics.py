@@ -6,6 +6,7 @@ import datetime as dt
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Container, Mapping
 from itertools import chain
+from struct import Struct
 from typing import Any, Final, NamedTuple
 
 from confluent_kafka import Message
@@ -18,6 +19,7 @@ from relay.kafka.offsets import Offsets, Partition
 from relay.operations.topic_scan import first_times, header_text, read
 
 _GROUP: Final = "outbox-audit"
+_PLACE: Final = Struct(">iq")
 
 _SLACK_SECONDS: Final = 900
 """Kafka's time of an event is the relay's, and that of its id the writer's: how far the clocks may be apart."""
@@ -138,14 +140,14 @@ class Topics:
         cells: dict[tuple[Partition, int], Cell] = {}
         first: dict[Partition, int] = {}
 
-        def add(place: Partition, message: Message) -> None:
+        def add(place: Partition, offset: int, message: Message) -> None:
             if place not in first:
                 first[place] = message.timestamp()[1]
-            offset = message.offset() or 0
-            if (event := self._event(place, message, minutes)) is None:
+            headers = headers_of(message)
+            if (event := self._event(place, offset, message, headers, minutes)) is None:
                 return
-            event_id, minute, headers, timed = event
-            found = self._copied if _is_copy(headers) or not self._is_ours(headers) else cells
+            event_id, minute, timed, ours = event
+            found = cells if ours and not _is_copy(headers) else self._copied
             cell = found.get((place, minute))
             if cell is None:
                 cell = found[place, minute] = Cell(offset)
@@ -178,18 +180,18 @@ class Topics:
         found: dict[Window, dict[bytes, list[OnKafka]]] = {window: {} for window in windows}
         minutes = {window.minute for window in windows}
 
-        def add(place: Partition, message: Message) -> None:
-            if (event := self._event(place, message, minutes)) is None:
+        def add(place: Partition, offset: int, message: Message) -> None:
+            headers = headers_of(message)
+            if (event := self._event(place, offset, message, headers, minutes)) is None:
                 return
-            event_id, minute, headers, _ = event
+            event_id, minute, _, ours = event
             if _is_copy(headers):
                 self.copies.add(event_id)
-            elif not self._is_ours(headers):
-                places = self.renamed[Window(place.topic, minute)].setdefault(event_id, [])
-                places.append((place, message.offset() or 0))
+            elif not ours:
+                self.renamed[Window(place.topic, minute)].setdefault(event_id, []).append((place, offset))
             elif (events := found.get(Window(place.topic, minute))) is not None:
                 said = hash_of(b"", _content(message, headers)).to_bytes(16)
-                record = OnKafka(place, message.offset() or 0, said, message.timestamp()[1])
+                record = OnKafka(place, offset, said, message.timestamp()[1])
                 events.setdefault(event_id, []).append(record)
 
         for one in extents:
@@ -197,17 +199,16 @@ class Topics:
         return found
 
     def _event(
-        self, place: Partition, message: Message, minutes: Container[int]
-    ) -> tuple[bytes, int, dict[str, Any], bool] | None:
-        """Return the id, minute and headers of an event or a copy, and whether the minute is the id's.
+        self, place: Partition, offset: int, message: Message, headers: Mapping[str, Any], minutes: Container[int]
+    ) -> tuple[bytes, int, bool, bool] | None:
+        """Return the id and the minute of an event or a copy, whether the minute is the id's, and whether it is ours.
 
-        None unless it has an id and is of these minutes. It may be of another outbox.
+        None unless it has an id and is of these minutes.
         """
-        headers = headers_of(message)
         event_id = _id_of(headers)
-        ours = event_id is not None and self._is_ours(headers)
+        ours = event_id is not None and headers.get(CE_SOURCE, self._source) == self._source
         if not ours:
-            self._count_other(place, message.offset() or 0)
+            self._count_other(place, offset)
         if event_id is None:
             return None
         minute = minute_of_id(event_id)
@@ -217,23 +218,23 @@ class Topics:
             return None
         if minute is None:
             minute = _written(header_text(headers.get(CE_TIME)), message.timestamp()[1])
-        return (event_id, minute, headers, timed) if minute in minutes else None
-
-    def _is_ours(self, headers: Mapping[str, Any]) -> bool:
-        return bool(headers.get(CE_SOURCE, self._source) == self._source)
+        return (event_id, minute, timed, ours) if minute in minutes else None
 
     def _count_other(self, place: Partition, offset: int) -> None:
         if offset >= self._others_end.get(place, 0):
             self.others[place.topic] += 1
             self._others_end[place] = offset + 1
 
-    def _read_extents(self, extents: Mapping[Partition, Extent], add: Callable[[Partition, Message], None]) -> None:
+    def _read_extents(
+        self, extents: Mapping[Partition, Extent], add: Callable[[Partition, int, Message], None]
+    ) -> None:
         starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}
         ends = {place: extent.end for place, extent in extents.items()}
 
         def within(place: Partition, message: Message) -> None:
-            if (message.offset() or 0) < ends[place]:
-                add(place, message)
+            offset = message.offset() or 0
+            if offset < ends[place]:
+                add(place, offset, message)
 
         with unavailable_on_kafka_error(f"reading {', '.join(sorted(self._topics))}"):
             for _ in read(self._options, starts, ends, within, isolation="read_committed", group=_GROUP):
@@ -251,7 +252,7 @@ def window_sums(cells: Mapping[tuple[Partition, int], Cell]) -> tuple[dict[Windo
 
 
 def whole(event_id: bytes, partition: int, offset: int, content: bytes) -> bytes:
-    return event_id + partition.to_bytes(4) + offset.to_bytes(8) + content
+    return event_id + _PLACE.pack(partition, offset) + content
 
 
 def _is_copy(headers: Container[str]) -> bool:
@@ -259,14 +260,15 @@ def _is_copy(headers: Container[str]) -> bool:
 
 
 def _content(message: Message, headers: Mapping[str, Any]) -> bytes:
-    key, value = (part if isinstance(part, bytes) else None for part in (message.key(), message.value()))
-    return content_of(key, value, headers)
+    key, value = message.key(), message.value()
+    return content_of(key if isinstance(key, bytes) else None, value if isinstance(value, bytes) else None, headers)
 
 
 def _id_of(headers: Mapping[str, Any]) -> bytes | None:
+    value = headers.get(CE_ID)
     try:
-        found = bytes.fromhex(header_text(headers[CE_ID]).replace("-", ""))
-    except (KeyError, ValueError):
+        found = bytes.fromhex(value.decode().replace("-", "")) if isinstance(value, bytes) else b""
+    except ValueError:
         return None
     return found if len(found) == 16 else None
 

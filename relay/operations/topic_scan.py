@@ -159,7 +159,11 @@ def read(
         while unread:
             seen: list[Record] = []
             before = set(unread)
-            for message in consumer.consume(_AT_ONCE, _WAIT_SECONDS):
+            messages = consumer.consume(_AT_ONCE, _WAIT_SECONDS)
+            messages.reverse()
+            while messages:
+                # It goes, with its headers, before the garbage collector looks at it: that took a quarter of the time.
+                message = messages.pop()
                 named = message.topic() or "", message.partition() or 0
                 # An error may be that of a topic, or of the client.
                 found = known.get(named) or Partition(*named)
