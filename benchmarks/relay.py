@@ -40,12 +40,14 @@ def measure(console: Console, servers: Servers, scenario: Scenario, rounds: int,
     """Run a scenario's rounds with the ways that ``--ways`` chooses."""
     runs: list[Run] = []
     ways = choose(scenario.ways, texts)
+    if scenario.warmed_by is not None:
+        scenario.run(servers, scenario.warmed_by, Run(scenario.name, "warm-up", 0))
     for number in range(1, (1 if scenario.once else rounds) + 1):
         # The broker and the page cache get warmer from run to run: another one begins each round, and each second
         # round goes backwards.
         turn = (number - 1) % len(ways)
-        order = ways[turn:] + ways[:turn]
-        for way in order if number % 2 else reversed(order):
+        order = ways if number % 2 else ways[::-1]
+        for way in order[turn:] + order[:turn]:
             run = Run(scenario.name, way.name, number)
             started = time.monotonic()
             try:

@@ -79,6 +79,8 @@ class Scenario(ABC):
     title: ClassVar[str]
     about: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]
+    warmed_by: ClassVar[Way | None] = None
+    """What runs before the first round, unmeasured: a broker's first 200,000 events take four times as much CPU."""
     once: ClassVar[bool] = False
     """Whether one round is enough: it takes long, and compares within itself."""
 

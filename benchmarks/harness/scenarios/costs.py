@@ -42,17 +42,13 @@ class Costs(Scenario):
         "received, that its logs grew by, and of WAL while the events were published, the first since a checkpoint."
     )
     metrics = (*COSTS, RATE)
-    cold = True
-    """Whether the broker has just been started: its first 200,000 events take four times as much CPU as later ones."""
+    warmed_by = POLLING_ONCE
 
     @property
     def ways(self) -> Sequence[Ours]:
         return (AT_MOST_ONCE, *OURS)
 
     def run(self, servers: Servers, way: Ours, run: Run) -> None:
-        if self.cold:
-            costs(servers, _patient(POLLING_ONCE), Run(self.name, "warm", 0), self.sizes.drain, self.sizes.warm_ours)
-            self.cold = False
         costs(servers, _patient(way), run, self.sizes.drain, self.sizes.warm_ours)
 
     def targets(self, results: Results) -> list[Target]:

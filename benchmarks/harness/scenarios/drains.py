@@ -38,6 +38,7 @@ class DrainUsual(Scenario):
         "reads the same rows and produces them with the same headers, and does nothing else; the one that deletes has "
         "turns of the relay's size, whose rows it deletes: the bound for an outbox in a table."
     )
+    warmed_by = POLLING_ONCE
     metrics = (RATE, PER_CORE, *CPU)
 
     @property
@@ -71,6 +72,7 @@ class DrainSmall(Scenario):
     name = "small"
     title = "Drain of 200,000 events of 128 bytes"
     about = "As the drain before: what an event costs besides its bytes."
+    warmed_by = POLLING_ONCE
     metrics = (RATE, PER_CORE, *CPU)
 
     @property
