@@ -136,7 +136,8 @@ def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way]
     console.print(table)
     for way in chosen:
         console.print(f"{way.name}: {way.about}", markup=False, soft_wrap=True)
-    report.show_targets(console, [_times(rates, *goal) for goal in ways.GOALS])
+    kept = {way.name: rates[way.name] for way in chosen}
+    report.show_targets(console, [_times(kept, *goal) for goal in ways.GOALS if {*goal[:2]} <= kept.keys()])
     return {
         "events": stage.events,
         "rounds": rounds,
@@ -148,7 +149,7 @@ def throughput(console: Console, stage: Stage, topics: Topics, chosen: list[Way]
 
 def _times(rates: dict[str, list[float]], name: str, other: str, goal: float) -> Target:
     """Return the target that a way is so many times as fast as another, by rounds."""
-    found = [mine / theirs for mine, theirs in zip(rates.get(name, ()), rates.get(other, ()), strict=False)]
+    found = [mine / theirs for mine, theirs in zip(rates[name], rates[other], strict=True)]
     return at_least(f"{name}: times {other}", found, goal)
 
 

@@ -41,13 +41,16 @@ def measure(console: Console, servers: Servers, scenario: Scenario, rounds: int,
     runs: list[Run] = []
     ways = choose(scenario.ways, texts)
     if scenario.warmed_by is not None:
-        scenario.run(servers, scenario.warmed_by, Run(scenario.name, "warm-up", 0))
+        try:
+            scenario.run(servers, scenario.warmed_by, Run(scenario.name, "warm-up", 0))
+        except Exception as error:  # noqa: BLE001 - as below
+            console.print(f"{scenario.name}: the warm-up FAILED: {error}", markup=False)
     for number in range(1, (1 if scenario.once else rounds) + 1):
-        # The broker and the page cache get warmer from run to run: another one begins each round, and each second
-        # round goes backwards.
+        # The broker and the page cache get warmer from run to run: another one begins each round, and in each second
+        # round the others go backwards.
         turn = (number - 1) % len(ways)
-        order = ways if number % 2 else ways[::-1]
-        for way in order[turn:] + order[:turn]:
+        first, *others = ways[turn:] + ways[:turn]
+        for way in (first, *(others if number % 2 else others[::-1])):
             run = Run(scenario.name, way.name, number)
             started = time.monotonic()
             try:

@@ -117,9 +117,9 @@ def watch(
 
 @dataclass(frozen=True)
 class Latency:
-    """A steady load to be measured, after a warm-up and ``rest`` seconds without events; strict: see check_offered.
+    """A steady load to be measured, after a warm-up; strict: see check_offered. ``together`` are committed at once.
 
-    ``together`` events are committed at once.
+    With ``rest`` seconds without events before it, what the first second brings counts, too.
     """
 
     rate: float
@@ -159,9 +159,15 @@ def latency(servers: Servers, way: Way, run: Run, what: Latency) -> None:
 
 
 def under_load(
-    servers: Servers, publisher: Publisher | None, site: Site, run: Run, what: Latency, steady: Steady
+    servers: Servers,
+    publisher: Publisher | None,
+    site: Site,
+    run: Run,
+    what: Latency,
+    steady: Steady,
+    begun: Callable[[], object] = lambda: None,
 ) -> tuple[array[int], array[int]]:
-    """Write a steady load and note its latency and cost.
+    """Write a steady load, call ``begun`` when it begins, and note its latency and cost.
 
     Returns when each event was committed and when it came, in ns of the monotonic clock.
     """
@@ -170,11 +176,12 @@ def under_load(
         pids = publisher.pids if publisher is not None else []
         before = Cpu.now(servers, pids)
         writing.send(b"go")
+        begun()
         committed = received(writing, "the writer", what.seconds * 3 + 60)
         cost = Cpu.now(servers, pids).percent_since(before)
         seen, tally = received(receiving, "the reader", what.seconds * 5 + 60)
     tally.note(run)
-    skipped = int(what.rate * _LEFT_OUT_SECONDS)
+    skipped = 0 if what.rest else int(what.rate * _LEFT_OUT_SECONDS)
     times = sorted((seen[n] - committed[n]) / 1e6 for n in range(skipped, steady.count))
     run.figures |= {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "max": times[-1], **cost}
     check_offered(run, committed, what.rate, strict=what.strict)

@@ -49,13 +49,13 @@ def content() -> sql.Composed:
 
 def content_of(key: bytes | None, value: bytes | None, headers: Mapping[str, Any]) -> bytes:
     event_type = _bytes(headers.get(CE_TYPE, headers.get(EVENT_TYPE, b"")))
-    content = _sized(key) + _sized(event_type) + _sized(value)
+    parts = [_sized(key), _sized(event_type), _sized(value)]
     for name, sized in _own(tuple(headers)):
         text = _bytes(headers[name])
         usual = headers.get(CE_ID) if name == IDEMPOTENCY_KEY else key if name == CE_SUBJECT else None
         if text != usual:
-            content += sized + _sized(text)
-    return content
+            parts += sized, _sized(text)
+    return b"".join(parts)
 
 
 # Most events of a topic have the same names.

@@ -67,7 +67,7 @@ class DrainUsual(Scenario):
 
 
 class DrainSmall(Scenario):
-    """Events of 128 bytes, the size of which others publish figures."""
+    """Events of 128 bytes, the size for which others publish figures."""
 
     name = "small"
     title = "Drain of 200,000 events of 128 bytes"
