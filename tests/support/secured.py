@@ -66,6 +66,8 @@ class Certificates:
         return Certificates(*files, *made[0], Certificates(*reversed(files), *made[1]))
 
 
+# Of a listener: Kafka's default of num.network.threads.
+_NETWORK_THREADS: Final = 3
 _SIGNS: Final = x509.KeyUsage(
     key_cert_sign=True,
     crl_sign=True,
@@ -140,7 +142,13 @@ class SecuredKafka:
         for answer in self.admin.incremental_alter_configs([wanted]).values():
             answer.result(30)
         shown = certificates.certificate.read_text()
-        wait_until(lambda: ssl.get_server_certificate(("127.0.0.1", self.proxy.port)) == shown, what="the certificate")
+
+        def is_shown() -> bool:
+            # The broker's network threads take it one after another, and connections in turn.
+            address = "127.0.0.1", self.proxy.port
+            return all(ssl.get_server_certificate(address) == shown for _ in range(3 * _NETWORK_THREADS))
+
+        wait_until(is_shown, what="the certificate")
         self.proxy.cut()
 
     @property
