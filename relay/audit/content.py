@@ -52,7 +52,7 @@ def content_of(key: bytes | None, value: bytes | None, headers: Mapping[str, Any
     parts = [_sized(key), _sized(event_type), _sized(value)]
     for name, sized in _own(tuple(headers)):
         text = _bytes(headers[name])
-        usual = headers.get(CE_ID) if name == IDEMPOTENCY_KEY else key if name == CE_SUBJECT else None
+        usual = _bytes(headers.get(CE_ID)) if name == IDEMPOTENCY_KEY else key if name == CE_SUBJECT else None
         if text != usual:
             parts += sized, _sized(text)
     return b"".join(parts)

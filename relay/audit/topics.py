@@ -140,10 +140,9 @@ class Topics:
         cells: dict[tuple[Partition, int], Cell] = {}
         first: dict[Partition, int] = {}
 
-        def add(place: Partition, offset: int, message: Message) -> None:
+        def add(place: Partition, offset: int, message: Message, headers: Mapping[str, Any]) -> None:
             if place not in first:
                 first[place] = message.timestamp()[1]
-            headers = headers_of(message)
             if (event := self._event(place, offset, message, headers, minutes)) is None:
                 return
             event_id, minute, timed, ours = event
@@ -180,8 +179,7 @@ class Topics:
         found: dict[Window, dict[bytes, list[OnKafka]]] = {window: {} for window in windows}
         minutes = {window.minute for window in windows}
 
-        def add(place: Partition, offset: int, message: Message) -> None:
-            headers = headers_of(message)
+        def add(place: Partition, offset: int, message: Message, headers: Mapping[str, Any]) -> None:
             if (event := self._event(place, offset, message, headers, minutes)) is None:
                 return
             event_id, minute, _, ours = event
@@ -226,7 +224,9 @@ class Topics:
             self._others_end[place] = offset + 1
 
     def _read_extents(
-        self, extents: Mapping[Partition, Extent], add: Callable[[Partition, int, Message], None]
+        self,
+        extents: Mapping[Partition, Extent],
+        add: Callable[[Partition, int, Message, Mapping[str, Any]], None],
     ) -> None:
         starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}
         ends = {place: extent.end for place, extent in extents.items()}
@@ -234,7 +234,7 @@ class Topics:
         def within(place: Partition, message: Message) -> None:
             offset = message.offset() or 0
             if offset < ends[place]:
-                add(place, offset, message)
+                add(place, offset, message, headers_of(message))
 
         with unavailable_on_kafka_error(f"reading {', '.join(sorted(self._topics))}"):
             for _ in read(self._options, starts, ends, within, isolation="read_committed", group=_GROUP):
@@ -265,9 +265,8 @@ def _content(message: Message, headers: Mapping[str, Any]) -> bytes:
 
 
 def _id_of(headers: Mapping[str, Any]) -> bytes | None:
-    value = headers.get(CE_ID)
     try:
-        found = bytes.fromhex(value.decode().replace("-", "")) if isinstance(value, bytes) else b""
+        found = bytes.fromhex(header_text(headers.get(CE_ID)).replace("-", ""))
     except ValueError:
         return None
     return found if len(found) == 16 else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.harness.bare import BARE, BARE_DELETING, BARE_ONCE
-from benchmarks.harness.load import keys_of_lane
+from benchmarks.harness.load import SMALL, keys_of_lane
 from benchmarks.harness.peers import DEBEZIUM, DEBEZIUM_BULK, DEBEZIUM_LATENCY, DEBEZIUM_ONCE
 from benchmarks.harness.publishers import Way
 from benchmarks.harness.relays import Ours
@@ -38,15 +38,16 @@ class DrainUsual(Scenario):
         "reads the same rows and produces them with the same headers, and does nothing else; the one that deletes has "
         "turns of the relay's size, whose rows it deletes: the bound for an outbox in a table."
     )
-    warmed_by = POLLING_ONCE
     metrics = (RATE, PER_CORE, *CPU)
+    warmed_by = POLLING_ONCE
+    size = SMALL
 
     @property
     def ways(self) -> Sequence[Way]:
         return (*OURS, _AGAIN, DEBEZIUM, DEBEZIUM_LATENCY, DEBEZIUM_BULK, DEBEZIUM_ONCE, BARE, BARE_ONCE, BARE_DELETING)
 
     def run(self, servers: Servers, way: Way, run: Run) -> None:
-        drain(servers, way, run, Drain(self.sizes.drain, self.warm(way)))
+        drain(servers, way, run, Drain(self.sizes.drain, self.warm(way), size=self.size))
 
     def targets(self, results: Results) -> list[Target]:
         once = DEBEZIUM_ONCE.name
@@ -66,22 +67,18 @@ class DrainUsual(Scenario):
         return [*found, beside("noise: the same again", results.ratio(_AGAIN.name, POLLING.name, "rate"))]
 
 
-class DrainSmall(Scenario):
+class DrainSmall(DrainUsual):
     """Events of 128 bytes, the size for which others publish figures."""
 
     name = "small"
     title = "Drain of 200,000 events of 128 bytes"
     about = "As the drain before: what an event costs besides its bytes."
-    warmed_by = POLLING_ONCE
-    metrics = (RATE, PER_CORE, *CPU)
+    size = 128
 
     @property
     def ways(self) -> Sequence[Way]:
         ways = (POLLING, POLLING_ONCE, DEBEZIUM_BULK, BARE)
         return ways if self.quick else (*ways, DEBEZIUM_ONCE, BARE_ONCE, BARE_DELETING)
-
-    def run(self, servers: Servers, way: Way, run: Run) -> None:
-        drain(servers, way, run, Drain(self.sizes.drain, self.warm(way), size=128))
 
     def targets(self, results: Results) -> list[Target]:
         found = []
