@@ -25,11 +25,13 @@ SIZE: Final = """CASE WHEN pg_column_compression(payload) IS NULL THEN coalesce(
                  + coalesce(octet_length(payload_bytes), 0) + coalesce(pg_column_size(headers), 0)"""
 
 # Without the rows of the previous turn, which are not settled yet; rows behind its last one need no check against the
-# list.
-_THERE: Final = """lane = {lane} AND id > {above} AND (id > {after} OR id <> ALL(%(unsettled)s::bigint[]))"""
+# list. A plan for any values would compare each row with each id of an array; of a subquery it makes a hash table.
+_THERE: Final = """lane = {lane} AND id > {above}
+                   AND (id > {after} OR id NOT IN (SELECT unnest(%(unsettled)s::bigint[])))"""
 
 # Those that a sweep has found below the mark.
-_LATE: Final = """lane = %(lane)s AND id = ANY(%(late)s::bigint[]) AND id <> ALL(%(unsettled)s::bigint[])"""
+_LATE: Final = """lane = %(lane)s AND id = ANY(%(late)s::bigint[])
+                  AND id NOT IN (SELECT unnest(%(unsettled)s::bigint[]))"""
 
 # As many as fit into the bytes, and at least one. The number is computed over narrow rows first. Dead rows before the
 # first one, which an old snapshot keeps, are skipped here and not again by the read.
@@ -80,11 +82,11 @@ SELECT {columns}, NULL, lane FROM ONLY {events} AS e WHERE {conditions}
 _READ_DUE: Final = """
 SELECT {columns}, NULL, lane
   FROM ONLY {events} AS e
- WHERE lane = %(lane)s AND id <> ALL(%(unsettled)s::bigint[])
+ WHERE lane = %(lane)s AND id NOT IN (SELECT unnest(%(unsettled)s::bigint[]))
    AND id = ANY(ARRAY(
             SELECT f.id FROM {failures} AS f
               WHERE f.lane = %(lane)s AND f.next_attempt_at < 'infinity' AND f.next_attempt_at <= statement_timestamp()
-                AND f.id <> ALL(%(unsettled)s::bigint[])
+                AND f.id NOT IN (SELECT unnest(%(unsettled)s::bigint[]))
                 AND EXISTS (SELECT FROM ONLY {events} AS e WHERE e.lane = f.lane AND e.id = f.id{usable} OFFSET 0)
                 AND (NOT f.blocks OR NOT EXISTS (SELECT FROM {failures} AS g
                                       WHERE g.lane = f.lane AND g.aggregate_type = f.aggregate_type

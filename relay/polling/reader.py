@@ -45,8 +45,6 @@ _FEW_LANES: Final = 4
 _SMALL_ROW_BYTES: Final = 4096
 # If many lanes have events of this size, a few are read at a time: each event has to be unpacked to compute what fits.
 _LARGE_BYTES: Final = 64 << 10
-# Up to this many unsettled events, a prepared plan is as fast as a custom one; see Read.
-_MANY: Final = 100
 _MOST_DUE: Final = 500
 
 
@@ -177,7 +175,6 @@ class LaneReader:
         lanes = list(limits)
         marks = self._marks.advance_and_get(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
         after = {lane: claims[-1].position for lane, claims in unsettled.items() if claims}
-        many = sum(map(len, unsettled.values())) > _MANY
         share = max(self._turn_bytes // max(len(lanes) if self._crowded else _FEW_LANES, 1), 1)
         some = bool(self.left_out)
         common: dict[str, Any] = {
@@ -201,7 +198,7 @@ class LaneReader:
                 **common,
             }
             query = self._queries.read_some if some else self._queries.read
-            reads.append(Read(query, values, plain, marks, many=many))
+            reads.append(Read(query, values, plain, marks))
         for lane in lanes:
             state = self._lanes[lane]
             if not state.failures:
@@ -215,9 +212,9 @@ class LaneReader:
             values["limit"] = self._rows(lane, room, share)
             if state.due_next:
                 due = self._queries.read_some_due if some else self._queries.read_due
-                reads.append(Read(due, values, [lane], marks, due=True, many=many))
+                reads.append(Read(due, values, [lane], marks, due=True))
             unblocked = self._queries.read_some_skip_blocked if some else self._queries.read_skip_blocked
-            reads.append(Read(unblocked, values, [lane], marks, many=many))
+            reads.append(Read(unblocked, values, [lane], marks))
         return reads
 
     def _late_reads(

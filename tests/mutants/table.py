@@ -137,10 +137,10 @@ MUTANTS: Final = (
         "failures_block_nothing",
         "OrderOfAKey: of a key that is blocked",
         "relay/polling/reader.py",
-        "            reads.append(Read(unblocked, values, [lane], marks, many=many))",
+        "            reads.append(Read(unblocked, values, [lane], marks))",
         "            reads.append(Read(self._queries.read, {**values, 'lanes': array([lane]), 'above': "
         "array([values['above']]), 'after': array([values['after']]), 'limits': array([values['limit']])}, [lane], "
-        "marks, many=many))",
+        "marks))",
         (f"{_RELAY}/settle/test_retries.py", f"{_RELAY}/polling/test_many_failures.py"),
     ),
     Mutant(

@@ -14,6 +14,7 @@ from relay.core.ports import Claim, LaneLost, Receipt
 from relay.polling import session
 from relay.polling.queries import Queries
 from relay.settle.settlement import Settlement, UnsettledBatch
+from relay.settle.statements import array
 
 ROWS = 40_000
 DEAD = 5 * ROWS
@@ -85,6 +86,43 @@ def test_reading_all_lanes_follows_the_index_and_stops(statistics, name, plans):
     by_index_only(plan)
     # From the mark, the dead rows cost nothing: index pages and heap pages of 2,000 rows, read twice.
     assert blocks(plan) < 4000, plan
+
+
+@pytest.mark.parametrize("plans", PLANS)
+@pytest.mark.parametrize("name", ["read", "read_skip_blocked", "read_late", "read_due"])
+def test_thousands_of_unsettled_events_are_passed_over_by_hash(statistics, name, plans):
+    """The turn before, which is being published: each row is looked up once, whatever plan is kept."""
+    _, admin = statistics
+    above = before_the_first(admin)
+    query = "SELECT id FROM outbox.events WHERE lane = 1 AND id > %s ORDER BY id LIMIT 6000"
+    ids = [id_ for (id_,) in admin.execute(query, (DEAD,))]
+    values = read_values(admin, 0, unsettled=array(ids[:5000]))
+    values |= {"lane": 1, "limit": 500, "due": 500, "late": array(ids[4000:])}
+    values |= {"above": above, "after": ids[4999]} if name != "read" else {}
+    if name == "read":
+        values |= {"lanes": "{1}", "above": array([above]), "after": array([ids[4999]]), "limits": "{500}"}
+    plan = explain(admin, getattr(Queries("outbox"), name), values, plans=plans, to_the_index=True)
+    filters = [str(node.get("Filter")) for node in nodes(plan) if "SubPlan" in str(node.get("Filter"))]
+    lists = [node for node in nodes(plan) if node["Node Type"] == "ProjectSet" and node["Actual Rows"] == 5000]
+    assert any("hashed" in text for text in filters), filters
+    # A hash table for each place in the statement, and not a pass for each row.
+    assert all(node["Actual Loops"] <= 1 for node in lists), lists
+
+
+def test_a_session_keeps_its_plans(statistics):
+    """Postgres would plan each small turn anew, which takes longer than to execute it."""
+    database, admin = statistics
+    admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+    source = polling(database.url, table(database, "kept").acquire(4))
+    for _ in range(12):
+        batches = source.fetch(dict.fromkeys(range(4), 2)).batches
+        assert source.settle({lane: Receipt(UnsettledBatch(batch)) for lane, batch in batches.items()}) == {}
+    assert source.flush(range(4)) == {}
+    query = "SELECT custom_plans, generic_plans FROM pg_prepared_statements"
+    kept = source.connection.execute(query).fetchall()
+    assert len(kept) >= 3
+    assert all(custom == 0 for custom, _ in kept), kept
+    source.close()
 
 
 @pytest.mark.parametrize(
