@@ -26,7 +26,7 @@ from relay.polling.kept_marks import Server
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import SERVER, Queries
 from relay.row_access import require_all_rows
-from relay.settle.settlement import Settlement, Settling
+from relay.settle.settlement import Check, Settlement, Settling
 from relay.settle.statements import KEEP_TO_THE_INDEX
 
 # Postgres takes plans for the arrays' known lengths for cheaper, and would make them anew for each turn: half of the
@@ -57,13 +57,16 @@ class TurnPlan:
 
     ``unsettled`` are events that must not be read again: those that are published, or with ``ahead`` the turn that is
     being published while this one is read. Then it is the next turn only if all of them were published: other events
-    come first. ``counted`` are the lanes whose failures are counted with the read.
+    come first. ``counted`` are the lanes whose failures are counted with the read, ``checked`` those whose leases are
+    checked behind it.
     """
 
     limits: Mapping[int, int]
     unsettled: Batches
     reads: Sequence[Read]
     counted: Collection[int] = ()
+    checked: Collection[int] = ()
+    check: Check | None = None
     ahead: bool = False
     stale: bool = False
 
@@ -228,6 +231,7 @@ class Session:
     def _read(self, plan: TurnPlan) -> Sequence[Any]:
         with pipeline(self.connection):
             counting = self.send(plan.reads, plan.counted)
+            plan.check = self.settlement.send_check(plan.checked) if plan.checked else None
             server = self.connection.execute(SERVER) if self.pooled else None
         if server is not None:
             self.accept(Server(*server.fetchall()[0]))

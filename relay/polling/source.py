@@ -242,7 +242,10 @@ class PollingSource(Source):
             self.session.ahead = None
             return ahead
         self.session.free()
-        return self.reader.plan_turn(limits, self._unsettled())
+        plan = self.reader.plan_turn(limits, self._unsettled())
+        if self._latest_settling(limits) is Settling.MEANWHILE:
+            plan.checked = self.settlement.settled_before(limits)
+        return plan
 
     def _latest_settling(self, lanes: Collection[int]) -> Settling:
         """Return how late the previous turn may be settled when one of these lanes comes next.
@@ -295,7 +298,7 @@ class PollingSource(Source):
                 small = all(
                     len(each) + len(plan.unsettled.get(lane, ())) <= limits[lane] for lane, each in batches.items()
                 )
-                lost = self.settlement.find_lost(batches.keys()) if small else None
+                lost = self.settlement.find_lost(batches.keys(), plan.check) if small else None
                 if lost is None:
                     return first
                 return turn._replace(settling=Settling.MEANWHILE, settled=sorted(unsettled), failed=lost)

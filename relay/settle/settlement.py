@@ -125,6 +125,14 @@ class RunningStatement(NamedTuple):
     missing: Sequence[int]
 
 
+class Check(NamedTuple):
+    """A check of leases, and whether all that could be read before it is flushed, in progress."""
+
+    written: psycopg.Cursor[Any]
+    held: psycopg.Cursor[Any]
+    lanes: Collection[int]
+
+
 class Settlement:
     """Settles lanes on one connection, in autocommit. ``archive``: keep published events.
 
@@ -281,15 +289,24 @@ class Settlement:
                 self._running = self._start(moved, missing)
         return missing
 
-    def find_lost(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
-        """Return the lanes that another relay has taken, {} if none.
+    def settled_before(self, lanes: Collection[int]) -> Collection[int]:
+        """Return those of these lanes that were settled in this session: they are checked by their rows' versions."""
+        return [lane for lane in lanes if self.lanes[lane].version is not None]
+
+    def send_check(self, lanes: Collection[int]) -> Check:
+        """Check leases behind what is read before, in the caller's pipeline; ``find_lost`` takes the result."""
+        written = self._connection.execute(_WRITTEN)
+        return Check(written, self._connection.execute(*self.still_held(lanes)), lanes)
+
+    def find_lost(self, lanes: Collection[int], check: Check | None = None) -> dict[int, OutboxError] | None:
+        """Return the lanes that another relay has taken, {} if none, by a check behind the read.
 
         None: it is not known that what was read is durable; settle first.
         """
-        with pipeline(self._connection):
-            written = self._connection.execute(_WRITTEN)
-            holding = self._connection.execute(*self.still_held(lanes))
-        ((lsn, flushed, alone),) = written.fetchall()
+        if check is None or not set(check.lanes) >= set(lanes):
+            with pipeline(self._connection):
+                check = self.send_check(lanes)
+        ((lsn, flushed, alone),) = check.written.fetchall()
         if not alone:
             return None
         began = time.monotonic()
@@ -301,7 +318,7 @@ class Settlement:
                 return None
             time.sleep(_FLUSH_STEP_SECONDS)
             ((flushed,),) = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchall()
-        return self.lost_of(lanes, holding.fetchall())
+        return self.lost_of(lanes, check.held.fetchall())
 
     def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
         """Return a query, by last known row versions, for the lanes that are still ours, and its parameters."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
@@ -246,6 +247,27 @@ def test_a_lane_that_is_another_relay_s_is_not_returned(box):
     assert {lane: type(error) for lane, error in failed.items()} == {0: LaneLost}
     # Of lane 0 nothing was settled: another relay has it now. Of lane 1 the first is.
     assert box.left() == 3
+
+
+def test_leases_are_checked_behind_the_read_in_its_round_trip(box, monkeypatch):
+    """Lane 0 is taken while the read waits for a lock: a check before the read would find it held."""
+    for _ in range(2):
+        box.add(0, 1)
+        box.turn()
+    assert box.source.settlement.settled_before([0, 1]) == [0, 1]
+    monkeypatch.setattr(settlement, "pipeline", lambda _: pytest.fail("a round trip of its own"))
+    box.add(0, 1)
+    with psycopg.connect(box.database.url) as other, ThreadPoolExecutor(1) as pool:
+        other.execute("LOCK TABLE outbox.events IN ACCESS EXCLUSIVE MODE")
+        fetching = pool.submit(box.fetch)
+        waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'outbox.events'::regclass"
+        wait_until(lambda: box.admin.execute(waits).fetchone() == (1,), what="the read to wait")
+        box.admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity' WHERE lane = 0")
+        LaneTable(box.admin, "outbox", "another", "0", 30.0).acquire(1)
+        other.rollback()
+        fetched = fetching.result(60)
+    assert fetched.batches.keys() == {1}
+    assert isinstance(fetched.failed[0], LaneLost)
 
 
 @pytest.mark.parametrize("box", [False, True], indirect=True, ids=["", "archive"])
