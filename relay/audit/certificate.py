@@ -2,7 +2,7 @@
 
 One JSON object a line: first what was audited and with which key, then each window with its counts and sums, at last
 the result. Each line has the SHA-256 of the line before it, so none can be changed, added or left out without changing
-the last one. Windows that were open are not in it.
+the last one. Windows that were open are not in it, nor those of which it is not known what was committed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import orjson
+from pydantic import AwareDatetime, BaseModel, Field, ValidationError
 
 from outbox import __version__
 from outbox._clients.counting import counted
@@ -27,6 +29,53 @@ from relay.config import Settings
 
 _FORMAT: Final = 1
 _BEGIN: Final = "0" * 64
+
+_Sum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class _Head(BaseModel):
+    format: int
+    since: AwareDatetime
+    until: AwareDatetime
+    topics: list[str] | None
+    group: str | None
+    partial: list[str]
+    key: Annotated[str, Field(pattern="^([0-9a-f]{2}){16,}$")]
+
+
+class _Group(BaseModel):
+    applied: int | None
+    sum: _Sum
+
+
+class _Window(BaseModel):
+    topic: str
+    start: str
+    committed: int
+    kafka: int
+    sums: dict[str, _Sum]
+    failed: _Sum
+    groups: dict[str, _Group]
+
+
+class _End(BaseModel):
+    windows: int
+    differences: Literal[0]
+
+
+@dataclass(slots=True)
+class Repeated:
+    """What an audit has found of a certificate's windows.
+
+    texts     in what they differ now; ``retried``: what retries of dead letters have added to them.
+    compared  how many windows could be compared, and of each group that the certificate has, how many of its windows
+              in ``groups``, with how many there are.
+    """
+
+    texts: list[str] = field(default_factory=list)
+    retried: list[str] = field(default_factory=list)
+    compared: int = 0
+    groups: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def write(path: Path, found: Audit, scope: Scope, settings: Settings) -> str:
@@ -76,8 +125,10 @@ def read(path: Path, digest: str | None = None) -> tuple[list[dict[str, Any]], s
     try:
         raw = path.read_bytes().splitlines()
         lines = [orjson.loads(line) for line in raw]
-    except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigurationError(f"{path}: this is no certificate: {error}") from error
+    except OSError as error:
+        raise ConfigurationError(f"{path} can't be read: {error.strerror}") from error
+    except orjson.JSONDecodeError as error:
+        raise ConfigurationError(f"{path}: this is no certificate: not each line is a JSON object: {error}") from error
     before = _BEGIN
     for number, (line, values) in enumerate(zip(raw, lines, strict=True), 1):
         if not isinstance(values, dict) or values.get("previous") != before:
@@ -85,7 +136,16 @@ def read(path: Path, digest: str | None = None) -> tuple[list[dict[str, Any]], s
         before = hashlib.sha256(line).hexdigest()
     if len(lines) < 3 or lines[0].get("format") != _FORMAT or lines[-1].get("windows") != len(lines) - 2:
         raise ConfigurationError(f"{path}: this is no certificate, or its end is missing")
-    if digest not in {None, before}:
+    try:
+        _Head.model_validate(lines[0])
+        for line in lines[1:-1]:
+            _Window.model_validate(line)
+        _End.model_validate(lines[-1])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigurationError(f"{path}: this is no certificate: {where}: {first['msg']}") from error
+    if digest is not None and digest.lower() != before:
         raise ConfigurationError(f"{path}: its last line has the SHA-256 {before}, not {digest}: the file was changed")
     return lines, before
 
@@ -99,19 +159,23 @@ def scope_of(lines: list[dict[str, Any]]) -> Scope:
     )
 
 
-def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], list[str], int]:
-    """Return in what an audit differs from a certificate's windows, what retries have added to them, and how many of
-    them can be compared.
+def differences(lines: list[dict[str, Any]], found: Audit) -> Repeated:
+    """Return what an audit has found of a certificate's windows.
 
-    Not those of which Kafka or the archive has deleted something since, nor groups that are gone.
+    Windows of which Kafka or the archive has deleted something since can't be compared, nor groups that have forgotten
+    them or are not there.
     """
     now = {(one.window.topic, one.window.start.isoformat()): one for one in found.windows}
-    texts, retried, compared = [], [], 0
+    repeated = Repeated()
+    texts, retried = repeated.texts, repeated.retried
+    of_groups, here = Counter[str](), Counter[str]()
     for line in lines[1:-1]:
+        of_groups.update(line["groups"].keys())
         one = now.get((line["topic"], line["start"]))
-        if one is None or one.state == EXPIRED or (one.committed is None and line["committed"] is not None):
+        if one is None or one.state == EXPIRED or one.committed is None:
             continue
-        compared += 1
+        repeated.compared += 1
+        here.update(line["groups"].keys() & one.groups.keys())
         if one.state == DIFFERENT:
             # The sums are over ids: a payload, a place or an order changes none.
             counts = found.counts.get(one.window, Counter[str]())
@@ -133,7 +197,8 @@ def differences(lines: list[dict[str, Any]], found: Audit) -> tuple[list[str], l
             for name, before, after in pairs
             if before != after
         ]
-    return texts, retried, compared
+    repeated.groups = {name: (here[name], count) for name, count in sorted(of_groups.items())}
+    return repeated
 
 
 def _with_retried(line: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,7 +223,7 @@ def _less(one: str, other: str) -> int:
 
 
 def _lines(found: Audit, scope: Scope, settings: Settings) -> Iterator[bytes]:
-    windows = [one for one in found.windows if one.state == EQUAL]
+    windows = [one for one in found.windows if one.state == EQUAL and one.committed is not None]
     before = _BEGIN
     head = {
         "format": _FORMAT,

@@ -144,8 +144,9 @@ class Coverage:
                 first, end = minute_start(self.archive.start), minute_start(self.archive.stop)
                 until = f" besides {first:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}"
             notes.append(
-                f"the archive has no events{until}: what was committed is not known there; set "
-                "OUTBOX_RELAY__ARCHIVE_DAYS on relays and here, or `outbox db ledger on`"
+                f"the archive may lack events{until}, and the ledger too: what was committed is not known there. Set "
+                "OUTBOX_RELAY__ARCHIVE_DAYS on relays and here, or `outbox db ledger on`: both count from "
+                f"{LATE_MINUTES} minutes after they were turned on"
             )
         if any(self.counted(one.window) and not self.archived(one.window) for one in windows):
             notes.append("order, partition and payload are not compared of what is in the ledger, not the archive")

@@ -15,7 +15,7 @@ from outbox._app.text import as_utc
 from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError
 from relay.audit import certificate as certificates
-from relay.audit.findings import Audit, Scope, WindowAudit
+from relay.audit.findings import EQUAL, Audit, Scope, WindowAudit
 from relay.cli.status import SinkOption, load_with_sink
 from relay.config import Settings
 
@@ -103,22 +103,29 @@ def verify(
     """Check that a certificate was not changed, and repeat its sums. Exit status 1 if they differ now.
 
     Dead letters that were retried since are counted, and are no difference.
-    Skips minutes of which Kafka or the archive has deleted something since; exit status 1 too if those are all.
+    Skips minutes of which Kafka or the archive has deleted something since, and those that a group has forgotten; exit
+    status 1 too if nothing is left, of the topics or of one of the groups.
     """
     from relay.audit.comparison import audit
 
     lines, digest = certificates.read(file, sha256)
     windows = counted(len(lines) - 2, "window")
     found = audit(load_with_sink(database_url, sink_url), certificates.scope_of(lines))
-    texts, retried, compared = certificates.differences(lines, found)
-    for text in (*retried, *texts):
+    repeated = certificates.differences(lines, found)
+    for text in (*repeated.retried, *repeated.texts):
         say(text)
-    if texts:
+    if repeated.texts:
         raise typer.Exit(1)
-    if not compared:
-        say(f"{file}: of its {windows} none can be compared: Kafka or the archive has nothing of them")
+    if not repeated.compared:
+        say(f"{file}: of its {windows} none can be compared: Kafka, the archive or the ledger has nothing of them")
         raise typer.Exit(1)
-    say(f"{file}: {compared} of {windows} can be compared, all as they were; SHA-256 {digest}")
+    for name, (compared, count) in repeated.groups.items():
+        if compared < count:
+            what = f"{compared or 'none'} of its {counted(count, 'window')} can be compared"
+            say(f"group {name}: {what}: it has forgotten the others, or its tables are elsewhere (--sink-url)")
+    if not all(compared for compared, _ in repeated.groups.values()):
+        raise typer.Exit(1)
+    say(f"{file}: {repeated.compared} of {windows} can be compared, all as they were; SHA-256 {digest}")
 
 
 def _show(found: Audit) -> None:
@@ -128,7 +135,7 @@ def _show(found: Audit) -> None:
         _row(topic, state, list(windows), names)
         for (topic, state), windows in groupby(
             sorted(found.windows, key=lambda one: (one.window.topic, one.window.minute)),
-            key=lambda one: (one.window.topic, one.state),
+            key=lambda one: (one.window.topic, _state(one)),
         )
     ]
     if rows:
@@ -140,16 +147,25 @@ def _show(found: Audit) -> None:
         what = "events" if one.event_id is None else f"event {one.event_id}"
         say(f"! {one.kind}: {what} of {one.window:%Y-%m-%d %H:%M}, {where}: {one.text}")
     if (left := found.count - _MOST_SHOWN) > 0:
-        say(f"! {counted(left, 'more difference')}; --json names the first {len(found.differences)}")
+        named = "them" if len(found.differences) == found.count else f"the first {len(found.differences):,} of all"
+        say(f"! {counted(left, 'more difference')}; --json names {named}")
     for note in found.notes:
         say(f"  {note}")
 
 
+def _state(one: WindowAudit) -> str:
+    return f"{one.state}, without what was committed" if one.committed is None and one.state == EQUAL else one.state
+
+
 def _row(topic: str, state: str, windows: list[WindowAudit], names: Iterable[str]) -> list[str]:
-    last = windows[-1].window.start + dt.timedelta(minutes=1)
+    first, last = windows[0].window.start, windows[-1].window.start + dt.timedelta(minutes=1)
     committed = [one.committed for one in windows if one.committed is not None]
     return [
-        *(topic, f"{windows[0].window.start:%Y-%m-%d %H:%M}", f"{last:%H:%M}"),
+        *(
+            topic,
+            f"{first:%Y-%m-%d %H:%M}",
+            f"{last:%H:%M}" if last.date() == first.date() else f"{last:%Y-%m-%d %H:%M}",
+        ),
         f"{sum(committed):,}" if len(committed) == len(windows) else "?",
         *(f"{sum(getattr(one, name) for one in windows):,}" for name in ("kafka", "waiting", "dead")),
         *(_applied(windows, name) for name in names),

@@ -308,6 +308,9 @@ def test_a_topic_that_was_deleted(pipeline, made_anew):
         pipeline.kafka.create_topic(pipeline.topic, 3)
         # Of another program.
         pipeline.produce(value=b"x", partition=1)
+        # Later ones of the same keys, at lower offsets than those that are gone: these stand before nothing.
+        pipeline.add(7, ago=480)
+        pipeline.published()
     assert pipeline.differences() == sorted(("missing", one) for one in ids)
 
 
@@ -390,7 +393,7 @@ def test_without_an_archive_kafka_is_compared_with_the_groups(outbox_postgres, o
     status, found = pipeline.audit("--topic", topic)
     assert (status, found["differences"]) == (0, [])
     assert all(one["committed"] is None for one in found["windows"])
-    assert any("the archive has no events" in note for note in found["notes"])
+    assert any("the archive may lack events" in note for note in found["notes"])
     pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id = '{ids[9]}'")
     assert pipeline.differences("--topic", topic) == [("missing", ids[9])]
 
@@ -408,7 +411,7 @@ def test_what_relays_publish_when_they_keep_no_archive_any_more_is_not_unknown(
     monkeypatch.setattr(Pipeline, "environment", pipeline.environment | {"OUTBOX_RELAY__ARCHIVE_DAYS": "0"})
     status, found = pipeline.audit()
     assert (status, found["differences"]) == (0, []), found
-    assert any("the archive has no events" in note for note in found["notes"])
+    assert any("the archive may lack events" in note for note in found["notes"])
     # What was sent before the last event of the archive would be in it, as far as clocks agree.
     _, sent = pipeline.record(ids[0]).timestamp()
     unknown = str(an_id())

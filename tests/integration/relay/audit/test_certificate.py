@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
+import orjson
 from audit_support import EVENTS, Pipeline, pipeline
 from support import order
 
@@ -19,6 +21,17 @@ def certified(pipeline: Pipeline, file: Path, *options: str) -> list[bytes]:
 
 def verify(pipeline: Pipeline, file: Path, *options: str, status: int = 0) -> str:
     return pipeline.command("audit", "verify", str(file), *options, status=status)
+
+
+def chained(lines: list[bytes], at: int, **values: Any) -> list[bytes]:
+    """Return the lines of a forger, who has given one of them these values, and then repeated the hashes."""
+    objects = [orjson.loads(line) for line in lines]
+    objects[at] |= values
+    forged: list[bytes] = []
+    for one in objects:
+        previous = hashlib.sha256(forged[-1]).hexdigest() if forged else one["previous"]
+        forged.append(orjson.dumps({**one, "previous": previous}, option=orjson.OPT_SORT_KEYS))
+    return forged
 
 
 def test_each_later_change_of_the_events_is_noticed(pipeline, tmp_path):
@@ -71,6 +84,41 @@ def test_a_file_that_was_changed_is_none(pipeline, tmp_path):
         [lines[0], lines[2], lines[1], *lines[3:]],
         [*lines[:2], lines[1], *lines[2:]],
         lines[:-1],
+        chained(lines, 0, key="zz"),
+        chained(lines, 0, since="x"),
+        chained(lines, 1, groups=[]),
+        chained(lines, 1, committed=None),
+        chained(lines, 1, sums={"kafka": "1"}),
+        chained(lines, -1, differences=7),
     ):
         file.write_bytes(b"\n".join(changed) + b"\n")
         verify(pipeline, file, status=2)
+    file.write_bytes(b"\n".join(chained(lines, 1)) + b"\n")
+    verify(pipeline, file)
+
+
+def test_what_is_not_here_is_not_as_it_was(pipeline, tmp_path):
+    """The tables of consumers are elsewhere, a group is gone, or it is another outbox with the same topics."""
+    pipeline.sent()
+    pipeline.applied(EVENTS)
+    file, new = tmp_path / "certificate", tmp_path / "new"
+    lines = certified(pipeline, file)
+    assert "all as they were" in verify(pipeline, file, "--sha256", hashlib.sha256(lines[-1]).hexdigest().upper())
+    remembered = ("consumer.groups", "consumer.offsets", "consumer.processed_messages")
+    for tables, named in ((remembered, f"group {pipeline.group}: none of its"), (["outbox.published"], "none can be")):
+        for table in tables:
+            pipeline.run(f"CREATE TABLE public.before_{table.split('.')[1]} AS TABLE {table}")
+            pipeline.run(f"DELETE FROM {table}")
+        assert named in verify(pipeline, file, status=1)
+        if tables is not remembered:
+            # Nor does what is on Kafka alone make a certificate.
+            pipeline.audit("--certificate", str(new))
+            assert not new.exists()
+        for table in tables:
+            pipeline.run(f"INSERT INTO {table} TABLE public.before_{table.split('.')[1]}")
+        verify(pipeline, file)
+
+
+def test_a_misspelled_topic_is_an_error(pipeline):
+    pipeline.sent()
+    assert "does not exist" in pipeline.command("audit", "--topic", f"{pipeline.topic}s", status=2)
