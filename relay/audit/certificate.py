@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import orjson
-from pydantic import AwareDatetime, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from outbox import __version__
 from outbox._clients.counting import counted
@@ -30,13 +30,21 @@ from relay.config import Settings
 _FORMAT: Final = 1
 _BEGIN: Final = "0" * 64
 
+
+def _with_zone(text: str) -> str:
+    if dt.datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time without its zone")
+    return text
+
+
 _Sum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+_Time = Annotated[str, AfterValidator(_with_zone)]
 
 
 class _Head(BaseModel):
     format: int
-    since: AwareDatetime
-    until: AwareDatetime
+    since: _Time
+    until: _Time
     topics: list[str] | None
     group: str | None
     partial: list[str]
@@ -68,8 +76,8 @@ class Repeated:
     """What an audit has found of a certificate's windows.
 
     texts     in what they differ now; ``retried``: what retries of dead letters have added to them.
-    compared  how many windows could be compared, and of each group that the certificate has, how many of its windows
-              in ``groups``, with how many there are.
+    compared  how many windows could be compared; ``groups``: in how many of them each group could be, and in how many
+              the certificate has it.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -170,11 +178,11 @@ def differences(lines: list[dict[str, Any]], found: Audit) -> Repeated:
     texts, retried = repeated.texts, repeated.retried
     of_groups, here = Counter[str](), Counter[str]()
     for line in lines[1:-1]:
-        of_groups.update(line["groups"].keys())
         one = now.get((line["topic"], line["start"]))
         if one is None or one.state == EXPIRED or one.committed is None:
             continue
         repeated.compared += 1
+        of_groups.update(line["groups"].keys())
         here.update(line["groups"].keys() & one.groups.keys())
         if one.state == DIFFERENT:
             # The sums are over ids: a payload, a place or an order changes none.
@@ -207,7 +215,7 @@ def _with_retried(line: dict[str, Any], values: Mapping[str, Any]) -> dict[str, 
     It is the line itself if there was none, or more than that.
     """
     added = _less(values["sums"]["kafka"], line["sums"]["kafka"])
-    if added == 0 or "failed" not in line or added != _less(line["failed"], values["failed"]):
+    if added == 0 or added != _less(line["failed"], values["failed"]):
         return line
     groups = {
         name: values["groups"][name]

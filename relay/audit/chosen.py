@@ -42,20 +42,6 @@ def choose(
     return own, read or set(topics_of(client_options(settings), router.may_write)), theirs - read
 
 
-def unseen(scope: Scope, missing: Collection[str], known: Collection[str]) -> list[str]:
-    """Return what is to be said of topics that are ``missing`` on Kafka; ``known`` as in ``choose``.
-
-    Raises ConfigurationError for one that the scope names and the tables do not: most likely it is misspelled.
-    """
-    for topic in sorted(missing):
-        if scope.topics is not None and topic not in known:
-            raise ConfigurationError(
-                f"--topic {topic}: it does not exist, or these credentials may not DESCRIBE it, and no event of these "
-                "minutes was committed for it"
-            )
-    return [f"topic {topic} does not exist, or these credentials may not DESCRIBE it" for topic in sorted(missing)]
-
-
 def left_out(
     settings: Settings,
     found: Audit,
@@ -69,6 +55,8 @@ def left_out(
     skipped   topics of groups that were not read.
     renamed   topics with records of this outbox that have another source.
     """
+    for topic in sorted(found.absent):
+        yield f"topic {topic} does not exist, or these credentials may not DESCRIBE it"
     for group in groups:
         if not group.remembers:
             yield f"group {group.name} does not keep the id of each event (see Dedup): only its positions are known"

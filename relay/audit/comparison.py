@@ -19,7 +19,7 @@ from outbox.consumer.admin.status import has_tables
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.errors import ConfigurationError
 from relay.audit import ledger
-from relay.audit.chosen import choose, left_out, unseen
+from relay.audit.chosen import choose, left_out
 from relay.audit.coverage import Coverage
 from relay.audit.findings import (
     DIFFERENT,
@@ -191,7 +191,7 @@ class _Comparison:
         self._topics = Topics(self._options, topics, self._settings.ce_source, self._key, ce_time=self._ce_time)
         complete = self._coverage.whole if all_known else ()
         self._extents = self._topics.extents(self._audit.since, lowest, complete=complete)
-        self._audit.notes += unseen(self._scope, topics - {place.topic for place in self._extents}, known)
+        self._audit.absent = topics - {place.topic for place in self._extents}
         with ThreadPoolExecutor(1) as pool:
             # Postgres adds up the archive meanwhile.
             archive = pool.submit(self._read_archive)
@@ -483,10 +483,9 @@ class _Comparison:
             for later in audited.values():
                 if later.window.minute >= last and later.state != EXPIRED:
                     later.state = DIFFERENT
-        ends = {place: extent.end for place, extent in self._extents.items()}
-        # What was behind the end of a topic that was created again is missing, and stands before nothing.
-        there = (one for one in misplaced if one.place != one.before or one.before_offset < ends.get(one.place, 0))
-        for window, kind, event_id, text in out_of_order(there):
+        # What a topic that was created again has lost stands before nothing.
+        gone = {one.event_id for one in self._audit.differences if one.kind == "missing" and one.group is None}
+        for window, kind, event_id, text in out_of_order(one for one in misplaced if one.before_id not in gone):
             if (one := audited.get(window)) is not None and one.state != EXPIRED:
                 self._differ(one, kind, event_id, text)
 

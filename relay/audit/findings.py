@@ -95,6 +95,7 @@ class Audit:
     windows        in the order of time and topic.
     differences    the first of them; ``counts`` says how many there are, by window and kind.
     notes          what was not compared, and why. ``limit`` is one of them: that not all was compared one by one.
+    absent         topics that Kafka does not have, or does not show.
     """
 
     since: dt.datetime
@@ -105,6 +106,7 @@ class Audit:
     counts: dict[Window, Counter[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     limit: str | None = None
+    absent: Collection[str] = ()
 
     @property
     def count(self) -> int:

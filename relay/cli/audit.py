@@ -70,6 +70,12 @@ def audit(
     if certificate is not None:
         certificates.require_writable(certificate)
     found = audit(settings, scope)
+    known = {one.window.topic for one in found.windows} | {one.topic for one in (settings.routes or {}).values()}
+    if strange := [one for one in topic or () if one in found.absent and one not in known]:
+        raise ConfigurationError(
+            f"--topic {strange[0]}: it does not exist, or these credentials may not DESCRIBE it, and no event of these "
+            "minutes is known that goes there"
+        )
     if as_json:
         print_json(_as_dict(found))
     else:
@@ -121,11 +127,13 @@ def verify(
         raise typer.Exit(1)
     for name, (compared, count) in repeated.groups.items():
         if compared < count:
-            what = f"{compared or 'none'} of its {counted(count, 'window')} can be compared"
-            say(f"group {name}: {what}: it has forgotten the others, or its tables are elsewhere (--sink-url)")
-    if not all(compared for compared, _ in repeated.groups.values()):
+            what = f"{count - compared} of its {counted(count, 'window')} can't be compared"
+            say(f"group {name}: {what}: it has forgotten them, or its tables are elsewhere (--sink-url)")
+    gone = [name for name, (compared, _) in repeated.groups.items() if not compared]
+    besides = f", besides all of {', '.join(gone)}" if gone else ""
+    say(f"{file}: {repeated.compared} of {windows} can be compared{besides}, all as they were; SHA-256 {digest}")
+    if gone:
         raise typer.Exit(1)
-    say(f"{file}: {repeated.compared} of {windows} can be compared, all as they were; SHA-256 {digest}")
 
 
 def _show(found: Audit) -> None:
