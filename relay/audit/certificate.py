@@ -27,7 +27,6 @@ from relay.audit.findings import DIFFERENT, EQUAL, EXPIRED, OPEN, Audit, Scope, 
 from relay.audit.sums import MODULUS
 from relay.config import Settings
 
-_FORMAT: Final = 1
 _BEGIN: Final = "0" * 64
 
 
@@ -42,7 +41,7 @@ _Time = Annotated[str, AfterValidator(_with_zone)]
 
 
 class _Head(BaseModel):
-    format: int
+    format: Literal[1]
     since: _Time
     until: _Time
     topics: list[str] | None
@@ -142,7 +141,7 @@ def read(path: Path, digest: str | None = None) -> tuple[list[dict[str, Any]], s
         if not isinstance(values, dict) or values.get("previous") != before:
             raise ConfigurationError(f"{path}: line {number} does not follow the line before it: the file was changed")
         before = hashlib.sha256(line).hexdigest()
-    if len(lines) < 3 or lines[0].get("format") != _FORMAT or lines[-1].get("windows") != len(lines) - 2:
+    if len(lines) < 3 or lines[-1].get("windows") != len(lines) - 2:
         raise ConfigurationError(f"{path}: this is no certificate, or its end is missing")
     try:
         _Head.model_validate(lines[0])
@@ -234,7 +233,7 @@ def _lines(found: Audit, scope: Scope, settings: Settings) -> Iterator[bytes]:
     windows = [one for one in found.windows if one.state == EQUAL and one.committed is not None]
     before = _BEGIN
     head = {
-        "format": _FORMAT,
+        "format": 1,
         "outbox": settings.name,
         "version": __version__,
         "since": found.since,

@@ -130,8 +130,8 @@ def verify(
             what = f"{count - compared} of its {counted(count, 'window')} can't be compared"
             say(f"group {name}: {what}: it has forgotten them, or its tables are elsewhere (--sink-url)")
     gone = [name for name, (compared, _) in repeated.groups.items() if not compared]
-    besides = f", besides all of {', '.join(gone)}" if gone else ""
-    say(f"{file}: {repeated.compared} of {windows} can be compared{besides}, all as they were; SHA-256 {digest}")
+    without = f", without group {', '.join(gone)}" if gone else ""
+    say(f"{file}: {repeated.compared} of {windows} can be compared{without}, all as they were; SHA-256 {digest}")
     if gone:
         raise typer.Exit(1)
 

@@ -84,6 +84,7 @@ def test_a_file_that_was_changed_is_none(pipeline, tmp_path):
         [lines[0], lines[2], lines[1], *lines[3:]],
         [*lines[:2], lines[1], *lines[2:]],
         lines[:-1],
+        chained(lines, 0, format=2),
         chained(lines, 0, key="zz"),
         chained(lines, 0, since="x"),
         chained(lines, 0, since=1700000000),
@@ -106,7 +107,7 @@ def test_what_is_not_here_is_not_as_it_was(pipeline, tmp_path):
     lines = certified(pipeline, file)
     assert "all as they were" in verify(pipeline, file, "--sha256", hashlib.sha256(lines[-1]).hexdigest().upper())
     remembered = ("consumer.groups", "consumer.offsets", "consumer.processed_messages")
-    for tables, named in ((remembered, f"besides all of {pipeline.group}, "), (["outbox.published"], "none can be")):
+    for tables, named in ((remembered, f"without group {pipeline.group}, "), (["outbox.published"], "none can be")):
         for table in tables:
             pipeline.run(f"CREATE TABLE public.before_{table.split('.')[1]} AS TABLE {table}")
             pipeline.run(f"DELETE FROM {table}")

@@ -90,7 +90,7 @@ def test_reading_all_lanes_follows_the_index_and_stops(statistics, name, plans):
 
 @pytest.mark.parametrize("plans", PLANS)
 @pytest.mark.parametrize("name", ["read", "read_skip_blocked", "read_late", "read_due"])
-def test_thousands_of_unsettled_events_are_passed_over_by_hash(statistics, name, plans):
+def test_thousands_of_unsettled_events_are_passed_over_by_hash(statistics, name, plans, request):
     """The turn before, which is being published: each row is looked up once, whatever plan is kept."""
     _, admin = statistics
     above = before_the_first(admin)
@@ -101,12 +101,19 @@ def test_thousands_of_unsettled_events_are_passed_over_by_hash(statistics, name,
     values |= {"above": above, "after": ids[4999]} if name != "read" else {}
     if name == "read":
         values |= {"lanes": "{1}", "above": array([above]), "after": array([ids[4999]]), "limits": "{500}"}
+    if name == "read_due":
+        request.addfinalizer(lambda: admin.execute("TRUNCATE outbox.failures"))
+        admin.execute(
+            "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 1, '', now(), "
+            "now(), now() FROM outbox.events WHERE lane = 1 AND id = %s",
+            (ids[5500],),
+        )
     plan = explain(admin, getattr(Queries("outbox"), name), values, plans=plans, to_the_index=True)
     filters = [str(node.get("Filter")) for node in nodes(plan) if "SubPlan" in str(node.get("Filter"))]
     lists = [node for node in nodes(plan) if node["Node Type"] == "ProjectSet" and node["Actual Rows"] == 5000]
     assert any("hashed" in text for text in filters), filters
     # A hash table for each place in the statement, and not a pass for each row.
-    assert all(node["Actual Loops"] <= 1 for node in lists), lists
+    assert {node["Actual Loops"] for node in lists} == {1}, lists
 
 
 def test_a_session_keeps_its_plans(statistics):
