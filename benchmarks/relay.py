@@ -40,9 +40,9 @@ def measure(console: Console, servers: Servers, scenario: Scenario, rounds: int,
     """Run a scenario's rounds with the ways that ``--ways`` chooses."""
     runs: list[Run] = []
     ways = choose(scenario.ways, texts)
-    if scenario.warmed_by is not None:
+    for warming in scenario.warmed_by:
         try:
-            scenario.run(servers, scenario.warmed_by, Run(scenario.name, "warm-up", 0))
+            scenario.run(servers, warming, Run(scenario.name, "warm-up", 0))
         except Exception as error:  # noqa: BLE001 - as below
             console.print(f"{scenario.name}: the warm-up FAILED: {error}", markup=False)
     for number in range(1, (1 if scenario.once else rounds) + 1):

@@ -79,8 +79,10 @@ class Scenario(ABC):
     title: ClassVar[str]
     about: ClassVar[str]
     metrics: ClassVar[tuple[Metric, ...]]
-    warmed_by: ClassVar[Way | None] = None
-    """What runs before the first round, unmeasured: a broker's first 200,000 events take four times as much CPU."""
+    warmed_by: ClassVar[Sequence[Way]] = ()
+    """What runs before the first round, unmeasured: a broker's first requests and events take many times as much CPU,
+    as its compiler works beside what is measured.
+    """
     once: ClassVar[bool] = False
     """Whether one round is enough: it takes long, and compares within itself."""
 

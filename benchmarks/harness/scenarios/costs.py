@@ -42,7 +42,7 @@ class Costs(Scenario):
         "received, that its logs grew by, and of WAL while the events were published, the first since a checkpoint."
     )
     metrics = (*COSTS, RATE)
-    warmed_by = POLLING_ONCE
+    warmed_by = (POLLING_ONCE,)
 
     @property
     def ways(self) -> Sequence[Ours]:

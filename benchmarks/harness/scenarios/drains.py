@@ -39,7 +39,7 @@ class DrainUsual(Scenario):
         "turns of the relay's size, whose rows it deletes: the bound for an outbox in a table."
     )
     metrics = (RATE, PER_CORE, *CPU)
-    warmed_by = POLLING_ONCE
+    warmed_by = (POLLING_ONCE,)
     size = SMALL
 
     @property

@@ -8,7 +8,7 @@ from benchmarks.harness.peers import DEBEZIUM, DEBEZIUM_LATENCY, DEBEZIUM_ONCE
 from benchmarks.harness.publishers import Way
 from benchmarks.harness.results import CPU, P50, P99, Metric, Results, Run, Target, at_most
 from benchmarks.harness.runs import KAFKA_ONLY, Latency, latency
-from benchmarks.harness.scenarios.base import AT_MOST_ONCE, OURS, POLLING, WAL, Scenario
+from benchmarks.harness.scenarios.base import AT_MOST_ONCE, OURS, POLLING, POLLING_ONCE, WAL, Scenario
 from benchmarks.harness.servers import Servers
 
 _MAX = Metric("max", "ms", 1)
@@ -25,6 +25,7 @@ class Steady600(Scenario):
         "poll() in a read_committed consumer; the first second is left out."
     )
     metrics = (P50, P99, _MAX, *CPU, _OFFERED)
+    warmed_by = (POLLING_ONCE, POLLING)
 
     @property
     def ways(self) -> Sequence[Way]:
