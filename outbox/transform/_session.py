@@ -6,10 +6,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final, Self
 
-from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+from confluent_kafka import OFFSET_END, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox._clients.backoff import pause
 from outbox._clients.callbacks import without_callbacks
@@ -17,11 +16,12 @@ from outbox._clients.kafka_rules import CLEAN_OFFSETS_SECONDS, clean_seconds
 from outbox._clients.threads import within
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.member_clients import MemberClients, subscribe
-from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders, checked
+from outbox.consumer.messages import checked
 from outbox.consumer.model import Partition
 from outbox.consumer.static_groups import StaticGroup
 from outbox.consumer.topic_ids import TopicIds
-from outbox.transform._first_records import FirstRecords, NotAcknowledged
+from outbox.transform._first_records import NotAcknowledged
+from outbox.transform._output import Output
 from outbox.transform._plan import SECONDS, Plan, Progress, logger
 from outbox.transform._positions import (
     answered,
@@ -36,9 +36,8 @@ from outbox.transform._positions import (
     require_whole,
 )
 from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, is_late, refused
-from outbox.transform._topics import MISSING, output_partitions, require_topics
+from outbox.transform._topics import MISSING, require_topics
 from outbox.transform.errors import InputLost, TransformFailed, is_refused
-from outbox.transform.records import Record, dead_letter
 
 _BATCH_BYTES: Final = 16 << 20  # as in a turn of the relay
 _POLL_SECONDS: Final = 0.1
@@ -47,7 +46,6 @@ _REFUSAL_SECONDS: Final = 5.0
 _END_SECONDS: Final = 2.0
 _LEADER_SECONDS: Final = 3.0
 _SILENT_SECONDS: Final = 60.0
-_PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
 # What produce() says once the transaction has failed: it is to be aborted.
 _TAKES_NO_MORE: Final = KafkaError._STATE  # noqa: SLF001
 
@@ -71,7 +69,6 @@ class Session:
         # How far partitions were read where that is beyond the messages.
         self._ends: dict[Partition, int] = {}
         self._aborted = 0
-        self._undelivered: list[tuple[Message, Record, KafkaError]] = []
         # The broker refuses a batch of records as a whole. Until this time each record is a batch of its own.
         self._apart_until: float | None = None
         self._clean_seconds = clean_seconds(plan.producer)
@@ -80,7 +77,7 @@ class Session:
     def __enter__(self) -> Self:
         options = self._plan.consumer
         with self._clients.making():
-            self._make_producer()
+            self._output = Output(self._plan, self._progress, self._clients)
             self._consumer = Consumer({**options, "error_cb": self._clients.hear})
             self._kafka = KafkaAdmin(without_callbacks(options), seconds=SECONDS)
         self._topic_ids = TopicIds(self._kafka.describe)
@@ -90,20 +87,14 @@ class Session:
     def __exit__(self, *_: object) -> None:
         # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
-        self._purge()
+        self._output.close()
         # They end now, although callbacks and tracebacks may keep this session.
-        del self._consumer, self._producer, self._kafka, self._topic_ids, self._static
-
-    def _purge(self) -> None:
-        # The callback of an undelivered record would keep this session and its clients.
-        self._producer.purge()
-        with suppress(KafkaException):
-            self._producer.flush(_POLL_SECONDS)
+        del self._consumer, self._kafka, self._topic_ids, self._static
 
     def run(self) -> None:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""
         self._progress.watch.unassigned(self._plan.topics)
-        self._until_known(lambda: self._producer.init_transactions(SECONDS))
+        self._until_known(lambda: self._output.producer.init_transactions(SECONDS))
         self._subscribe()
         while not self._stop.is_set():
             if self._static.needs_rebalance(self._plan.topics):
@@ -236,14 +227,12 @@ class Session:
         first = {partition_of(message): message.offset() or 0 for message in reversed(messages)}
         for partition, offset in first.items():
             self._progress.watch.waits(partition, offset)
-        self._undelivered.clear()
-        began = self._firsts.begin()
-        self._producer.begin_transaction()
+        began = self._output.begin()
         try:
             self._produce_all(messages, list(positions.values()))
             once = self._until_known(lambda: self._send_positions(list(positions.values())), CLEAN_OFFSETS_SECONDS)
             self._await_refusals()
-            clean = self._until_known(lambda: self._producer.commit_transaction(SECONDS), self._clean_seconds) and once
+            clean = self._until_known(self._commit, self._clean_seconds) and once
         except KafkaException as error:
             self._give_up(messages, error, time.monotonic() - began)
         except BaseException:
@@ -262,10 +251,13 @@ class Session:
             if not clean:
                 self._replace_producer()
 
+    def _commit(self) -> None:
+        self._output.producer.commit_transaction(SECONDS)
+
     def _produce_all(self, messages: Sequence[Message], positions: list[TopicPartition]) -> None:
         try:
             for message in messages:
-                self._produce(message)
+                self._output.produce(message)
         except KafkaException as error:
             if isinstance(error, NotAcknowledged) or error.args[0].code() == _TAKES_NO_MORE:
                 # The transaction's own error says more, and shows only in its next step. It is not committed.
@@ -308,7 +300,7 @@ class Session:
         Not for long: other errors show only in the commit.
         """
         until = time.monotonic() + _REFUSAL_SECONDS
-        while self._producer.flush(_POLL_SECONDS) and not self._undelivered and time.monotonic() < until:
+        while self._output.flush() and not self._output.undelivered and time.monotonic() < until:
             pass
 
     def _give_up(self, messages: Sequence[Message], error: KafkaException, seconds: float) -> None:
@@ -318,18 +310,18 @@ class Session:
             raise error
         if not inner.fatal():
             self._abort()
-        if self._undelivered:
+        if self._output.undelivered:
             if not inner.fatal() and self._sends_apart(error):
                 self._go_back()
                 return
             # The first ones may have failed because of another one.
-            for message, record, reason in self._undelivered:
+            for message, record, reason in self._output.undelivered:
                 if reason.code() in UNFIT:
                     raise TransformFailed(message, KafkaException(reason)) from error
                 if is_final(reason):
                     raise refused(self._plan.group, message, record, reason) from error
         # What has waited for a partition that is away has not taken long by itself.
-        away = isinstance(error, NotAcknowledged) or any(is_late(reason) for *_, reason in self._undelivered)
+        away = isinstance(error, NotAcknowledged) or any(is_late(reason) for *_, reason in self._output.undelivered)
         if seconds >= self._plan.transaction_seconds and not away:
             self._halve(messages, seconds)
         if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
@@ -347,12 +339,12 @@ class Session:
 
         Raises TransformFailed for a record that was, unless it is cut.
         """
-        failed = [one for one in self._undelivered if one[2].code() in OF_A_BATCH]
+        failed = [one for one in self._output.undelivered if one[2].code() in OF_A_BATCH]
         if not failed:
             return False
         if self._apart_until is not None:
             for message, record, reason in failed:
-                if not self._cut(message, record, reason):
+                if not self._output.cut(message, record, reason):
                     large = f"make it smaller, or raise max.message.bytes of {record.topic}"
                     mend = large if reason.code() in TOO_LARGE else "fix it"
                     raise TransformFailed(message, KafkaException(reason), mend) from error
@@ -368,94 +360,14 @@ class Session:
         sent twice, the one that arrives late can take part in the next transaction under the same epoch: EndTxn ends a
         part of it (see relay/kafka/transactional.py), and TxnOffsetCommit sets positions back with it.
         """
-        self._purge()
-        apart = {} if self._apart_until is None else {"batch.num.messages": 1}
-        self._make_producer(**apart)
-        self._until_known(lambda: self._producer.init_transactions(SECONDS))
+        self._output.replace(apart=self._apart_until is not None)
+        self._until_known(lambda: self._output.producer.init_transactions(SECONDS))
 
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
         # One alone is transformed before its transaction begins on the brokers: it may take as long as it likes.
         self._progress.batch = max(1, len(messages) // 2)
         text = "%d messages of group %s took %.1f s, longer than transaction_seconds: now %d at a time"
         logger.warning(text, len(messages), self._plan.group, seconds, self._progress.batch)
-
-    def _produce(self, message: Message) -> None:
-        """Produce what a message becomes, or its copy for the dead-letter topic."""
-        try:
-            if isinstance(message.headers(), UndecodableHeaders):
-                raise UnicodeError(NOT_UTF8)
-            records = list(self._plan.transform(message))
-            for record in records:
-                if not isinstance(record, Record):
-                    raise TypeError(f"the transform returned a {type(record).__name__}, not a Record")
-        except Exception as error:
-            if self._plan.dead_letter_topic is None:
-                raise TransformFailed(message, error, "fix it or name a dead_letter_topic") from error
-            whole = place_of(message) not in self._progress.too_large
-            records = [dead_letter(self._plan.dead_letter_topic, message, error, whole=whole)]
-        for record in records:
-            self._send_record(message, record)
-
-    def _send_record(self, message: Message, record: Record) -> None:
-        empty = False
-        while True:
-            try:
-                self._send_once(message, record)
-            except BufferError as error:
-                if empty:
-                    raise TransformFailed(message, error, "raise queue.buffering.max.kbytes") from error
-                empty = not self._producer.flush(_POLL_SECONDS)
-            except (TypeError, ValueError) as error:
-                raise TransformFailed(message, error) from error
-            except KafkaException as error:
-                reason = error.args[0]
-                if is_final(reason):
-                    raise refused(self._plan.group, message, record, reason) from error
-                if reason.code() not in UNFIT:
-                    raise
-                if not self._cut(message, record, reason):
-                    raise TransformFailed(message, error) from error
-                self._produce(message)
-                return
-            else:
-                self._producer.poll(0)
-                return
-
-    def _send_once(self, message: Message, record: Record) -> None:
-        firsts = self._firsts
-        partition, cold = firsts.place(record)
-
-        def delivered(error: KafkaError | None, sent: Message) -> None:
-            if error is None:
-                if cold is not None:
-                    firsts.arrived(record.topic, cold, sent.partition() or 0)
-            # What is purged was aborted with another one, whose error is the reason.
-            elif error.code() not in _PURGED:
-                self._undelivered.append((message, record, error))
-
-        more: dict[str, Any] = {} if partition is None else {"partition": partition}
-        self._producer.produce(
-            record.topic, record.value, record.key, headers=list(record.headers), on_delivery=delivered, **more
-        )
-        if cold is not None:
-            firsts.sent(record.topic, cold)
-
-    def _make_producer(self, **apart: int) -> None:
-        self._producer = Producer({**self._plan.producer, **apart, "error_cb": self._clients.hear})
-        self._firsts = FirstRecords(
-            self._plan.producer["partitioner"],
-            lambda topic: output_partitions(self._producer, topic),
-            lambda: self._producer.flush(_POLL_SECONDS),
-            self._plan.transaction_seconds,
-        )
-
-    def _cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
-        """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""
-        place, known = place_of(message), self._progress.too_large
-        if record.topic != self._plan.dead_letter_topic or reason.code() not in TOO_LARGE or place in known:
-            return False
-        known.add(place)
-        return True
 
     def _send_positions(self, positions: list[TopicPartition]) -> None:
         """Send the positions into the transaction. Raises KafkaException, also if it has not returned in time.
@@ -468,7 +380,7 @@ class Session:
             # By then the coordinator is about to abort the transaction.
             within(
                 self._plan.transaction_seconds,
-                lambda: self._producer.send_offsets_to_transaction(positions, self._membership, SECONDS),
+                lambda: self._output.producer.send_offsets_to_transaction(positions, self._membership, SECONDS),
             )
         except TimeoutError:
             self._stuck = True
@@ -494,7 +406,7 @@ class Session:
                     self._stuck = True
                     raise
                 # The callback hears what this error does not say, as that a password is refused.
-                self._producer.poll(0)
+                self._output.producer.poll(0)
                 self._clients.check()
                 logger.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
                 once = False
@@ -504,7 +416,7 @@ class Session:
 
     def _abort(self) -> None:
         try:
-            self._until_known(lambda: self._producer.abort_transaction(SECONDS))
+            self._until_known(lambda: self._output.producer.abort_transaction(SECONDS))
         except KafkaException as error:
             # The coordinator ends the transaction after its time.
             logger.info("aborting failed: %s", error.args[0].str())

@@ -374,9 +374,9 @@ MUTANTS: Final = (
         "positions_first",
         "no loss: positions are committed with the records",
         "outbox/transform/_session.py",
-        "        began = self._firsts.begin()\n",
+        "        began = self._output.begin()\n",
         "        self._consumer.commit(offsets=list(positions.values()), asynchronous=False)\n"
-        "        began = self._firsts.begin()\n",
+        "        began = self._output.begin()\n",
         ("tests/acceptance/test_transform_records.py",),
     ),
     Mutant(

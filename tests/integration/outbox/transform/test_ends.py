@@ -19,7 +19,7 @@ from support import wait_until
 from transform_support import Place, _soon, copied, place, running
 
 from outbox.testing.fixtures import Topics
-from outbox.transform import Record, _session
+from outbox.transform import Record, _output, _session
 from outbox.transform._session import Session
 
 __all__ = ["_soon", "place"]
@@ -107,7 +107,7 @@ def test_a_transaction_of_large_messages_has_fewer(place, monkeypatch):
             super().commit_transaction(*given)
             counts.append(0)
 
-    monkeypatch.setattr(_session, "Producer", Counting)
+    monkeypatch.setattr(_output, "Producer", Counting)
     monkeypatch.setattr(_session, "_BATCH_BYTES", 60)
     place.feed(range(100, 200))
     member = place.member(copied(place))
@@ -126,7 +126,7 @@ def producers(monkeypatch) -> list[dict[str, Any]]:
         made.append(options)
         return Producer(options)
 
-    monkeypatch.setattr(_session, "Producer", watched)
+    monkeypatch.setattr(_output, "Producer", watched)
     return made
 
 
@@ -194,7 +194,7 @@ def test_a_producer_that_gets_no_answers_is_replaced(place, monkeypatch, step, a
             return partial(unanswered, self) if lost else super().__getattribute__(name)
 
     asked: list[Producer] = []
-    monkeypatch.setattr(_session, "Producer", Silent)
+    monkeypatch.setattr(_output, "Producer", Silent)
     monkeypatch.setattr(_session, "_SILENT_SECONDS", 0.5)
     place.feed(range(20))
     member = place.member(copied(place), batch=10, batch_seconds=0.1, transaction_seconds=1.0)

@@ -15,7 +15,7 @@ from support import wait_until
 from transform_support import Place, _soon, copied, running
 
 from outbox.testing.fixtures import Topics
-from outbox.transform import KafkaRefused, Record, Transformer, _session
+from outbox.transform import KafkaRefused, Record, Transformer, _output
 
 __all__ = ["_soon"]
 
@@ -86,7 +86,7 @@ def purged(monkeypatch) -> Iterator[Callable[[], None]]:
     def wait() -> None:
         wait_until(lambda: (made[-1].poll(0), made[-1].dropped)[1], 60, "the record to be dropped")
 
-    monkeypatch.setattr(_session, "Producer", Watched)
+    monkeypatch.setattr(_output, "Producer", Watched)
     yield wait
     # They end now.
     made.clear()

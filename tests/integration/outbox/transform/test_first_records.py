@@ -14,7 +14,7 @@ from support import wait_until
 from transform_support import Place, _soon, place, running
 
 from outbox._clients import first_messages
-from outbox.transform import KafkaRefused, Record, TransformFailed, _session
+from outbox.transform import KafkaRefused, Record, TransformFailed, _output
 from outbox.transform._first_records import FirstRecords
 from outbox.transform._session import Session
 
@@ -61,7 +61,7 @@ def early(monkeypatch) -> list[tuple[str, int]]:
 
             super().produce(topic, *args, on_delivery=delivered, **more)
 
-    monkeypatch.setattr(_session, "Producer", Watched)
+    monkeypatch.setattr(_output, "Producer", Watched)
     return found
 
 
@@ -132,14 +132,14 @@ def test_a_record_in_each_transaction_waits_for_none(place, waits):
 
 
 def test_a_topic_whose_partitions_are_not_known_has_one_first_record(place, waits, early, monkeypatch):
-    ask = _session.output_partitions
+    ask = _output.output_partitions
     asked: list[str] = []
 
     def unknown_once(producer: Producer, topic: str) -> tuple[int, list[int]]:
         asked.append(topic)
         return (0, []) if len(asked) == 1 else ask(producer, topic)
 
-    monkeypatch.setattr(_session, "output_partitions", unknown_once)
+    monkeypatch.setattr(_output, "output_partitions", unknown_once)
     member = fed(place, 20).member(lambda message: [Record(place.target, None, message.value())] * 10, batch=20)
     with running(member):
         wait_until(lambda: member.committed == 20, 60, "the end")

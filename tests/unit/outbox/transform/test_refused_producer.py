@@ -10,7 +10,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from outbox.consumer import member_clients
-from outbox.transform import Transformer, _session
+from outbox.transform import Transformer, _output
 
 REFUSED = KafkaError(KafkaError._AUTHENTICATION, "SASL authentication error: Authentication failed")
 
@@ -36,7 +36,7 @@ class Producer:
 
 
 def test_a_probe_sees_why_while_it_may_pass(monkeypatch):
-    monkeypatch.setattr(_session, "Producer", Producer)
+    monkeypatch.setattr(_output, "Producer", Producer)
     seen: list[str] = []
 
     class Asked(Producer):
@@ -44,7 +44,7 @@ def test_a_probe_sees_why_while_it_may_pass(monkeypatch):
             seen.extend(one.why for one in member.stalled(0.0))
             super().init_transactions(seconds)
 
-    monkeypatch.setattr(_session, "Producer", Asked)
+    monkeypatch.setattr(_output, "Producer", Asked)
     member = Transformer(lambda _: [], topics=["t"], group="g", kafka={"bootstrap.servers": "127.0.0.1:1"})
     with pytest.raises(AssertionError, match="for ever"):
         member.run()
@@ -69,6 +69,6 @@ def test_certificates_that_are_half_replaced_when_a_new_client_reads_them_are_wa
                 stop.set()
             raise KafkaException(KafkaError(KafkaError._TRANSPORT, "certificate expired"))
 
-    monkeypatch.setattr(_session, "Producer", Read)
+    monkeypatch.setattr(_output, "Producer", Read)
     Transformer(lambda _: [], topics=["t"], group="g", kafka={"bootstrap.servers": "127.0.0.1:1"}).run(stop)
     assert len(made) == 3

@@ -12,6 +12,7 @@ from confluent_kafka import KafkaError, KafkaException, Message
 
 from outbox.transform import KafkaRefused, Record, Transformer, TransformFailed, _session
 from outbox.transform._first_records import NotAcknowledged
+from outbox.transform._output import Output
 from outbox.transform._plan import Progress
 from outbox.transform._session import Session
 
@@ -28,7 +29,10 @@ def session(monkeypatch) -> Session:
         monkeypatch.setattr(Session, name, lambda *_: None)
     monkeypatch.setattr(_session, "pause", lambda *_: None)
     plan = Transformer(lambda _: [], topics=["in"], group="g", kafka={"bootstrap.servers": "127.0.0.1:1"})._plan
-    return Session(plan, Progress(10), threading.Event(), cast("Any", SimpleNamespace()))
+    progress, clients = Progress(10), cast("Any", SimpleNamespace(hear=lambda _: None))
+    made = Session(plan, progress, threading.Event(), clients)
+    made._output = Output(plan, progress, clients)
+    return made
 
 
 def raising(error: Exception) -> Callable[..., None]:
@@ -42,29 +46,27 @@ def raising(error: Exception) -> Callable[..., None]:
 def test_the_topic_and_the_message_of_a_record_that_is_refused_are_named(session, monkeypatch, code):
     said = r"group 'g' can't produce to out \(from in-3 offset 7\): .*; create the topic, or grant WRITE and DESCRIBE"
     record, error = Record("out", b"k", b""), KafkaError(code)
-    session._undelivered.append((MESSAGE, record, error))
+    session._output.undelivered.append((MESSAGE, record, error))
     with pytest.raises(KafkaRefused, match=said):
         session._give_up([MESSAGE], KafkaException(error), 0.0)
     # What is known of the topic by then is the answer to the next one at once.
-    monkeypatch.setattr(session, "_send_once", raising(KafkaException(error)))
+    monkeypatch.setattr(session._output, "_send_once", raising(KafkaException(error)))
     with pytest.raises(KafkaRefused, match=said):
-        session._send_record(MESSAGE, record)
+        session._output._send(MESSAGE, record)
 
 
 def test_a_name_that_is_longer_than_librdkafka_takes_is_the_records_fault(session):
-    session._clients = cast("Any", SimpleNamespace(hear=lambda _: None))
-    session._make_producer()
     with pytest.raises(TransformFailed, match=r"in partition 3 offset 7 .*ValueError"):
-        session._send_record(MESSAGE, Record("x" * 513, b"k", b""))
+        session._output._send(MESSAGE, Record("x" * 513, b"k", b""))
 
 
 def test_a_partition_of_the_output_that_is_away_makes_no_batch_smaller(session, caplog):
     session._give_up([MESSAGE] * 10, NotAcknowledged(), 30.0)
     # Where no other record waits for it, it is the commit that fails.
     timed_out = KafkaException(KafkaError(KafkaError._INCONSISTENT, "", False, False, True))
-    session._undelivered.append((MESSAGE, Record("out", b"k", b""), KafkaError(KafkaError._MSG_TIMED_OUT)))
+    session._output.undelivered.append((MESSAGE, Record("out", b"k", b""), KafkaError(KafkaError._MSG_TIMED_OUT)))
     session._give_up([MESSAGE] * 10, timed_out, 31.0)
-    session._undelivered.clear()
+    session._output.undelivered.clear()
     assert session._progress.batch == 10
     assert "longer than transaction_seconds" not in caplog.text
     session._give_up([MESSAGE] * 10, KafkaException(KafkaError(KafkaError._FAIL, "", False, False, True)), 30.0)
