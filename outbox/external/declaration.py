@@ -66,6 +66,7 @@ class Call:
     key       the Idempotency-Key: the same in every attempt. That of a cancellation ends with ``:cancel``.
     call_key  the key of the call itself; for ``ask`` and ``cancel``.
     request   numbers with a fraction are floats, or Decimals where a float would be rounded, so never another amount.
+              A request of more than about 900 levels has only its ``text``, which HttpCall sends as it is.
     attempt   from 1, over all attempts.
     """
 

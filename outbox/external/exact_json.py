@@ -11,6 +11,7 @@ import re
 import sys
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -27,8 +28,15 @@ _MOST_LEVELS = 500
 _CONTAINERS = (dict, list, tuple)
 
 
+@dataclass(frozen=True, slots=True)
+class TooDeep:
+    """A stored request that is nested too deep for Python's parser, as its ``text``. ``dumps`` writes it unchanged."""
+
+    text: str
+
+
 def loads(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError."""
+    """Parse JSON. Raises ValueError, and RecursionError for what is nested too deep."""
     return json.loads(text, parse_float=_fraction, parse_int=_whole)
 
 
@@ -37,25 +45,25 @@ def dumps(value: object, default: Callable[[object], object] | None = None, *, e
 
     default  as that of ``json.dumps``; also gets the Decimals that jsonb would refuse or write very long.
     """
-    numbers: list[str] = []
+    texts: list[str] = []
     mark = uuid.uuid4().hex
 
     def encode(one: object) -> object:
-        if isinstance(one, Decimal) and _fits(one):
-            numbers.append(str(one))
-            return f"{mark}{len(numbers) - 1}"
+        if isinstance(one, TooDeep) or (isinstance(one, Decimal) and _fits(one)):
+            texts.append(one.text if isinstance(one, TooDeep) else str(one))
+            return f"{mark}{len(texts) - 1}"
         if default is None:
             raise TypeError(f"Object of type {type(one).__name__} is not JSON serializable")
         return default(one)
 
     text = json.dumps(value, default=encode, allow_nan=False, ensure_ascii=ensure_ascii)
-    return re.sub(f'"{mark}([0-9]+)"', lambda found: numbers[int(found[1])], text) if numbers else text
+    return re.sub(f'"{mark}([0-9]+)"', lambda found: texts[int(found[1])], text) if texts else text
 
 
 def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[dict[str, Any]]:
     """Return a cursor for rows of reservations: it rounds no number of a request or response."""
     rows = connection.cursor(row_factory=dict_row)
-    set_json_loads(loads, rows)
+    set_json_loads(_loads_any, rows)
     return rows
 
 
@@ -90,6 +98,14 @@ def _shown(response: object) -> str:
         return ascii(response)[:LONGEST_ERROR]
     except Exception:  # noqa: BLE001  of an object's own __repr__, or too deep for it
         return type(response).__name__
+
+
+def _loads_any(text: str | bytes) -> Any:
+    try:
+        return loads(text)
+    except RecursionError:
+        # One such row must not end everyone who reads it.
+        return TooDeep(text if isinstance(text, str) else text.decode())
 
 
 def _fraction(text: str) -> float | Decimal:
