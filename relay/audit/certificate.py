@@ -194,11 +194,14 @@ def differences(lines: list[dict[str, Any]], found: Audit) -> Repeated:
             added = counted(one.kafka - line["kafka"], "event")
             retried.append(f"{line['topic']} {line['start']}: {added} more on Kafka, by a retry: dead letters then")
         pairs = [(name, known[name], values[name]) for name in ("committed", "kafka")]
-        for part in ("sums", "groups"):
-            pairs += [
-                (f"{part} of {name}", known[part][name], values[part][name])
-                for name in known[part].keys() & values[part].keys()
-            ]
+        pairs += [
+            (f"the sum of ids of {name}", known["sums"][name], values["sums"][name])
+            for name in sorted(known["sums"].keys() & values["sums"].keys())
+        ]
+        for name in sorted(known["groups"].keys() & values["groups"].keys()):
+            before, after = known["groups"][name], values["groups"][name]
+            pairs.append((f"applied by group {name}", before["applied"], after["applied"]))
+            pairs.append((f"the sum of ids applied by group {name}", before["sum"], after["sum"]))
         texts += [
             f"{line['topic']} {line['start']}: {name} is {after}, was {before}"
             for name, before, after in pairs

@@ -44,6 +44,7 @@ def choose(
 
 def left_out(
     settings: Settings,
+    scope: Scope,
     found: Audit,
     groups: Sequence[Group],
     topics: Topics,
@@ -57,9 +58,7 @@ def left_out(
     """
     for topic in sorted(found.absent):
         yield f"topic {topic} does not exist, or these credentials may not DESCRIBE it"
-    for group in groups:
-        if not group.remembers:
-            yield f"group {group.name} does not keep the id of each event (see Dedup): only its positions are known"
+    yield from _of_groups(scope, groups)
     if skipped:
         names = ", ".join(sorted(skipped))
         yield f"groups read {names}, to which no route leads: not compared; if this outbox wrote there, give --topic"
@@ -77,3 +76,11 @@ def left_out(
     shared = shared_source_note(settings)
     if shared and any(one.kind == "unknown" for one in found.differences):
         yield shared
+
+
+def _of_groups(scope: Scope, groups: Sequence[Group]) -> Iterator[str]:
+    for name in sorted(set(scope.partial) - {group.name for group in groups}):
+        yield f"--partial {name}: no such group reads what is compared"
+    for group in groups:
+        if not group.remembers:
+            yield f"group {group.name} does not keep the id of each event (see Dedup): only its positions are known"

@@ -168,8 +168,8 @@ class _Comparison:
         in_order = sorted(audited.values(), key=lambda one: (one.window.minute, one.window.topic))
         self._audit.windows = [one for one in in_order if not one.empty]
         self._audit.notes += self._coverage.notes(self._audit.windows)
-        skipped, renamed = self.skipped_topics, self._renamed
-        self._audit.notes += left_out(self._settings, self._audit, read.groups, self._topics, skipped, renamed)
+        left = self.skipped_topics, self._renamed
+        self._audit.notes += left_out(self._settings, self._scope, self._audit, read.groups, self._topics, *left)
         return self._audit
 
     def _read(self) -> Readings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ def test_it_is_repeated_as_the_audit_was_made(pipeline, tmp_path):
     for option, group in (("--partial", pipeline.group), ("--group", other)):
         certified(pipeline, tmp_path / option, option, group)
         verify(pipeline, tmp_path / option)
+    shown = pipeline.command("audit", "--partial", pipeline.group, "--partial", "nobody")
+    assert "--partial nobody: no such group reads what is compared" in shown
+    pipeline.run(f"DELETE FROM consumer.processed_messages WHERE message_id = '{ids[6]}' AND grp = '{pipeline.group}'")
+    said = verify(pipeline, tmp_path / "--partial", status=1)
+    (was,) = re.findall(rf"applied by group {pipeline.group} is \d+, was (\d+)\n", said)
+    assert f"applied by group {pipeline.group} is {int(was) - 1}, was {was}\n" in said
+    assert f"the sum of ids applied by group {pipeline.group} is " in said
 
 
 def test_a_file_that_was_changed_is_none(pipeline, tmp_path):
