@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -17,6 +18,9 @@ from relay.core.lease import Lease
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.settle.statements import lease_values, names_of
+
+# Commands do not set structlog up, which would write to standard output.
+log = logging.getLogger(__name__)
 
 LEASE_SECONDS: Final = 60.0
 _RENEW_SECONDS: Final = 10.0
@@ -78,9 +82,10 @@ class Holding:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        # A lease that is not released expires.
-        with contextlib.suppress(OutboxError):
+        try:
             self._execute(_LET_GO)
+        except OutboxError as error:
+            log.warning("held lanes were not released; they are free after %g s: %s", LEASE_SECONDS, error)
 
     @property
     def epochs(self) -> dict[int, int]:
@@ -108,9 +113,11 @@ class Holding:
 
     def _keep_renewing(self) -> None:
         while not self._stop.wait(_RENEW_SECONDS):
-            # The next renewal, on a new connection, still comes before the lease expires.
-            with contextlib.suppress(OutboxError):
+            try:
                 self._execute(_RENEW_FREE)
+            except OutboxError as error:
+                # The next renewal, on a new connection, still comes before the lease expires.
+                log.warning("leases of held lanes were not renewed, which is tried again: %s", error)
 
     def _execute(self, statement: str) -> None:
         with self._lock:
