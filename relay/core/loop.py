@@ -316,8 +316,7 @@ class WorkerLoop:
                 break
 
     def _join(self, publisher: Publisher) -> None:
-        due = self.lanes.to_join()
-        if not due:
+        if not (due := self.lanes.to_join()):
             return
         try:
             failed = publisher.join(due)
@@ -419,8 +418,7 @@ class WorkerLoop:
         if self._source is None or not lanes:
             self._stop.wait(min(seconds, 0.05))
             return
-        waits = [lane.backoff.until - time.monotonic() for lane in self.lanes.values() if not lane.joined]
-        if waits:
+        if waits := [lane.backoff.until - time.monotonic() for lane in self.lanes.values() if not lane.joined]:
             seconds = min(seconds, max(min(waits), 0.01))
         while not self._source.wait(lanes, seconds, self._stop):
             self.turned_at = time.monotonic()
