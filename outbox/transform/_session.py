@@ -295,13 +295,17 @@ class Session:
         }
 
     def _await_refusals(self) -> None:
-        """Wait until the records are delivered or one is refused: the commit would wait 30 s for those behind it.
+        """Wait until the records are delivered. Raises KafkaException if one is refused.
 
-        Not for long: other errors show only in the commit.
+        The commit would wait for those behind it, for as long as it may. Not for long: other errors show only there.
         """
         until = time.monotonic() + _REFUSAL_SECONDS
         while self._output.flush() and not self._output.undelivered and time.monotonic() < until:
             pass
+        for *_, reason in self._output.undelivered:
+            if reason.code() in UNFIT or is_final(reason):
+                self._output.purge()
+                raise KafkaException(KafkaError(reason.code(), reason.str(), False, False, True))
 
     def _give_up(self, messages: Sequence[Message], error: KafkaException, seconds: float) -> None:
         """Abort the transaction and go back, or raise: because of a record, of a right, or for a new session."""
