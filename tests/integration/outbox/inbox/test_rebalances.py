@@ -10,8 +10,8 @@ from inbox_support import Log, apply
 
 from outbox.inbox import _member
 
-QUEUED = 500
-MESSAGES = 700
+QUEUED = 100
+MESSAGES = 150
 """Of each partition: more than a member queues."""
 
 
