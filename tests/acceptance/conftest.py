@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from prepared_postgres import private_postgres
 from secured import SecuredKafka, secured_kafka
 from support import order
 from wal_support import wal
 
-__all__ = ["order", "wal"]
+from outbox.testing.fixtures import token
+
+__all__ = ["order", "private_postgres", "wal"]
 
 
 @contextmanager
@@ -25,3 +28,17 @@ def _secured() -> Iterator[SecuredKafka]:
 def secured(of_group) -> SecuredKafka:
     """A Kafka that wants TLS, passwords or tokens, and rights; conftest.group has its tests in one process."""
     return of_group.once(_secured)
+
+
+@pytest.fixture
+def another_outbox(outbox_postgres_server, _outbox_template) -> Iterator[Callable[[], str]]:
+    """A function that makes an outbox, in a database of its own, and returns its address."""
+    made: list[str] = []
+
+    def make() -> str:
+        made.append(f"outbox_test_{token()}")
+        return outbox_postgres_server.create_database(made[-1], template=_outbox_template)
+
+    yield make
+    for name in made:
+        outbox_postgres_server.drop_database(name)
