@@ -34,16 +34,16 @@ def test_many_events_over_many_lanes_with_a_kill_in_the_middle(outbox_postgres, 
     crashes = Crashes(url, kind, 2000, lanes)
     relay = outbox_relay(**settings)
     wait_until(lambda: streaming(url), 60, "the lanes to stream")
-    write(url, kind, 0, 12_000)
-    wait_until(lambda: backlog(url) < 10_000, 60, "some to be published")
+    write(url, kind, 0, 8_000)
+    wait_until(lambda: backlog(url) < 7_000, 60, "some to be published")
     relay.kill()
     crashes.note()
-    write(url, kind, 12_000, 21_000)
+    write(url, kind, 8_000, 14_000)
     relay = outbox_relay(**settings)
     drained(url, 120)
     ends(relay)
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
-    assert dict(seen) == {f"k{key}": list(range(key, 21_000, KEYS)) for key in range(KEYS)}
+    assert dict(seen) == {f"k{key}": list(range(key, 14_000, KEYS)) for key in range(KEYS)}
     assert repeats == 0
 
 
@@ -54,7 +54,7 @@ def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
     relay = outbox_relay(**wal | {"relay__lease_seconds": 30})
     wait_until(lambda: streaming(url), 60, "the lanes to stream")
     said = len(relay.log())
-    count = 80
+    count = 40
     with psycopg.connect(url) as connection:
         for number in range(count):
             Outbox().add(connection, Event(kind, f"k{number % 10}", "Counted", {"n": number, "x": "x" * LARGE}))
