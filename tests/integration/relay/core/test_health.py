@@ -16,7 +16,7 @@ from outbox.testing.fixtures import RelayProcess
 
 __all__ = ["order", "wal"]
 
-STANDING = 3
+STANDING = 1.5
 """After how many seconds a wait is an error there."""
 
 
