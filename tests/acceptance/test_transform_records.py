@@ -104,11 +104,17 @@ def test_a_stop_while_partitions_are_assigned_ends_it(place, monkeypatch):
 
     monkeypatch.setattr(_session, "committed", stopped)
     # Long enough for a message to come in the poll that assigns.
-    monkeypatch.setattr(_session, "_POLL_SECONDS", 5.0)
+    monkeypatch.setattr(_session, "_POLL_SECONDS", 2.0)
     stop = threading.Event()
     member = place.member(copied(place))
     member.run(stop)
     assert (member.committed, place.position()) == (0, 10)
+
+
+@pytest.fixture
+def short_steps(monkeypatch) -> None:
+    """A commit behind a refusal may wait as long as it can for reports that nobody takes; then it is repeated."""
+    monkeypatch.setattr(_session, "SECONDS", 2.0)
 
 
 def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
@@ -122,6 +128,7 @@ def records(place: Place, *wrong: Any) -> Callable[[Message], Iterator[Any]]:
     return transform
 
 
+@pytest.mark.usefixtures("short_steps")
 def test_records_that_can_not_be_produced(place, outbox_kafka):
     """Nothing of the transaction is committed, and the error says which message it was."""
     narrow = outbox_kafka.create_topic(outbox_kafka.name("narrow"), 1, {"max.message.bytes": "1000"})
@@ -149,6 +156,7 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
     assert place.come(10) == {f"k{n}": [n] for n in range(10)}
 
 
+@pytest.mark.usefixtures("short_steps")
 @pytest.mark.parametrize("keyless", [{7}, {7, 8}], ids=["one", "two"])
 def test_the_message_is_named_whose_record_is_invalid_and_not_one_of_its_batch(place, outbox_kafka, keyless):
     """librdkafka says INVALID_RECORD of all if there is one, and _INVALID_DIFFERENT_RECORD of the others if not."""
