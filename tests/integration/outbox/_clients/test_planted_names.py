@@ -28,6 +28,7 @@ from uuid_utils.compat import uuid7
 from outbox import AsyncOutbox, Event, Outbox, outbox_tables
 from outbox._app import migrate as db
 from outbox._clients.search_path import PIN
+from outbox.consumer import kafka_admin
 from outbox.consumer.tables import consumer_tables
 from outbox.inbox import once, once_async
 from relay.cli.app import app
@@ -209,6 +210,8 @@ PAGES = (
 def filled(hostile, admin, outbox_kafka, monkeypatch) -> dict[str, str]:
     """Rows in the tables of both sides. Returns what stands for ids in commands."""
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox_kafka.bootstrap_servers)
+    # The group's topic is not there.
+    monkeypatch.setattr(kafka_admin, "_UNHEARD_SECONDS", 0.3)
     event, published, message = (str(uuid7()) for _ in range(3))
     kind = ("Order", "o-1", "OrderPlaced")
     columns = "lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at"
