@@ -145,7 +145,7 @@ def test_records_that_can_not_be_produced(place, outbox_kafka):
     place.feed(range(10))
     for wrong, error, problem in wrongs:
         # All in one transaction: it waits for a batch that is full.
-        member = place.member(records(place, wrong), batch=10, batch_seconds=30.0)
+        member = place.member(records(place, wrong), batch=10, batch_seconds=30.0, transaction_seconds=10.0)
         with pytest.raises(error, match=problem) as caught:
             member.run()
         assert (place.position(), member.committed) == (0, 0), problem
