@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kafka_proxy import KafkaProxy
 
     from outbox.sandbox.kafka import KafkaCluster
-    from outbox.testing.fixtures import Database, DatabaseServer, KafkaServer, RelayFactory, Topics
+    from outbox.testing.fixtures import Database, DatabaseServer, KafkaServer, PrivatePostgres, RelayFactory, Topics
 
 SUPPORT = Path(__file__).parent / "support"
 # Files that share a broker; see group.
@@ -476,6 +476,15 @@ def outbox_postgres(
     with Database(outbox_postgres_server.url(name), name) as database:
         yield database
     drop_database_over(_maintenance, name)
+
+
+@pytest.fixture
+def private_postgres(private_postgres: PrivatePostgres) -> Iterator[PrivatePostgres]:
+    """The fixture of the test kit, but servers start with files that are made once in a run; see prepared_postgres."""
+    from prepared_postgres import PreparedPostgres
+
+    with PreparedPostgres() as factory:
+        yield factory
 
 
 @pytest.fixture(scope="session")

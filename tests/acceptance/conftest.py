@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from prepared_postgres import private_postgres
 from secured import SecuredKafka, secured_kafka
 from support import order
 from wal_support import wal
 
 from outbox.testing.fixtures import token
 
-__all__ = ["order", "private_postgres", "wal"]
+__all__ = ["order", "wal"]
 
 
 @contextmanager

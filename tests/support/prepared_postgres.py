@@ -1,7 +1,6 @@
 """Servers of tests, from files with the outbox's tables that initdb and the migrations have made once in a run.
 
-Both together take seconds of processor time for each server. Each has an identity of its own, as initdb gives it. The
-fixture in here is for import.
+Both together take seconds of processor time for each server. Each has an identity of its own, as initdb gives it.
 """
 
 from __future__ import annotations
@@ -11,20 +10,14 @@ import os
 import secrets
 import struct
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-import pytest
-
-from outbox._app.migrate import upgrade_consumer
 from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Database, PrivatePostgres, migrate
 
 _TEMPLATE: Final = "prepared"
-WITH_CONSUMERS: Final = "prepared_for_consumers"
-"""A database of a prepared server that has the consumers' tables as well."""
-
 _PROGRAMS: Final = os.environ.get("OUTBOX_PG_BIN")
 _IDENTITY: Final = struct.Struct("=Q")
 _CHECKSUM: Final = struct.Struct("=I")
@@ -57,13 +50,6 @@ class PreparedPostgres(PrivatePostgres):
         return self.enter_context(Database(server.create_database(name, _TEMPLATE), name))
 
 
-@pytest.fixture
-def private_postgres(private_postgres: PrivatePostgres) -> Iterator[PrivatePostgres]:
-    """The fixture of the test kit, but servers that are started faster."""
-    with PreparedPostgres() as factory:
-        yield factory
-
-
 def _files() -> Path:
     """Return the files that are copied. Whichever process of a run needs them first makes them."""
     found = Path(os.environ["TEST_FORMATTED"], "postgres")
@@ -72,7 +58,6 @@ def _files() -> Path:
         if not found.exists():
             with PostgresServer(settings={"fsync": "off"}) as server:
                 migrate(server.create_database(_TEMPLATE))
-                upgrade_consumer(server.create_database(WITH_CONSUMERS, _TEMPLATE))
                 server.stop()
                 half = found.with_suffix(".half")
                 subprocess.run(["cp", "-a", server.data_dir / "pgdata", half], check=True)
