@@ -33,7 +33,7 @@ from spark_jobs.task import input as task_input
 pytestmark = pytest.mark.spark
 
 MESSAGES = 25_000
-FEW = 2_500
+FEW = 3_000
 """Of a topic whose rows Spark hands over."""
 
 
