@@ -19,12 +19,18 @@ from relay.wal.replication import lsn_text
 
 
 def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
-    """Exactly-once, kill -9 in the middle of every hand-over, in both directions. At a commit: test_wal_failures.py."""
+    """Exactly-once, kill -9 in the middle of every hand-over, in both directions."""
     url, (kind, topic) = outbox_postgres.url, order
     settings = wal | {"delivery": "exactly-once"}
     set_up(url, settings)
+    kills = [
+        ("wal", "polling", "txn.committed"),
+        ("polling", "wal", "txn.committed"),
+        ("wal", "polling", "stream.entered"),
+        ("polling", "wal", "takeover.settled"),
+    ]
     with Load(url, kind) as load:
-        for source, other, point in (("wal", "polling", "stream.entered"), ("polling", "wal", "takeover.settled")):
+        for source, other, point in kills:
             switch(url, settings, source)
             victim = outbox_relay(env={VARIABLE: f"{point}=kill"}, **settings | {"source": source})
             assert victim.wait(40) == -signal.SIGKILL, (point, source)
@@ -44,7 +50,7 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
     """One reads; it is killed; the next is stopped past its lease: its walsender is ended, it changes nothing."""
     url, (kind, topic) = outbox_postgres.url, order
     # A lease that the first one keeps, also while two others start on a slow machine.
-    settings = wal | {"delivery": "exactly-once", "relay__lease_seconds": 7}
+    settings = wal | {"delivery": "exactly-once", "relay__lease_seconds": 10}
     to_wal(url, settings)
     with Load(url, kind) as load:
         first = outbox_relay(**settings | {"relay__instance": "first"})

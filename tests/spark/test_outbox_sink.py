@@ -51,6 +51,7 @@ def test_whatever_dies_and_a_restart(stream: SinkStream):
     assert stream.left() == []
     stream.add()
     ended("commit dies within", 9)
+    ended("effect fails", 9)
     # As Postgres leaves an unlogged table after a crash.
     ended("rows are lost", 9, "StagedRowsLost: 3 rows were staged and 0 are there")
     a_row_that_the_sink_refuses(stream)
@@ -67,7 +68,7 @@ def a_row_that_the_sink_refuses(stream: SinkStream) -> None:
     with psycopg.connect(stream.url) as connection:
         connection.execute("ALTER TABLE seen ADD CHECK (n <> 10)")
     with pytest.raises(StreamingQueryException, match=r"EffectFailed: batch 3: .*seen_n_check"):
-        stream.run()
+        stream.run(job="plain")
     assert stream.seen() == list(range(9))
     with psycopg.connect(stream.url) as connection:
         connection.execute("ALTER TABLE seen DROP CONSTRAINT seen_n_check")

@@ -27,7 +27,7 @@ def stream(stateful, outbox_postgres, tmp_path) -> SinkStream:
 def test_a_commit_that_is_killed(stream: SinkStream):
     """Between COMMIT and Spark's own, the batch comes again and is known; its state is written all the same.
 
-    In the transaction: test_outbox_sink.py. With its driver, between the two: test_recipes_pipeline.py.
+    And one that is killed within its transaction. With its driver, between the two: test_recipes_pipeline.py.
     """
 
     def run() -> None:
@@ -43,6 +43,10 @@ def test_a_commit_that_is_killed(stream: SinkStream):
     assert stream.window_counts() == of_batches(3)
     # And the checkpoint that this leaves is one that a query can start from.
     stream.add(SIZE)
+    stream.trouble("commit dies within")
+    with pytest.raises(StreamingQueryException, match="Python worker exited unexpectedly"):
+        run()
+    assert stream.window_counts() == of_batches(3)
     run()
     assert stream.window_counts() == of_batches(4)
     assert stream.checkpoints() == [("counts", 3, 4 * KEYS, 0)]

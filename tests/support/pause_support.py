@@ -20,7 +20,7 @@ from relay.operations import pauses
 from relay.operations.drain import Drain, DrainProgress
 from relay.wal.lane_hash import lane_of
 
-WAYS = ("polling, at least once", "polling, exactly once", "WAL, at least once", "WAL, exactly once")
+WAYS = ("polling, at least once", "polling, exactly once", "WAL, exactly once")
 
 
 class TwoKinds(Load):

@@ -48,6 +48,8 @@ def _troubled(cursor: psycopg.Cursor[Any]) -> None:
     url = psycopg.conninfo.make_conninfo(info.dsn, password=info.password)
     if comes(url, "commit dies within"):
         die("commit dies within")
+    if comes(url, "effect fails"):
+        raise Planned
     if comes(url, "session ends"):
         with psycopg.connect(url) as connection:
             connection.execute(sql.SQL("SELECT pg_terminate_backend({})").format(info.backend_pid))

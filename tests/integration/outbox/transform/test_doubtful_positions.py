@@ -61,22 +61,22 @@ def abort(monkeypatch) -> threading.Event:
 
 
 def test_after_an_abort(place, mortal_network, abort):
-    """None at first, which would be the end in this group, and then an earlier one."""
+    """None, which would be the end for the first member, and then an earlier one."""
     _, proxy = mortal_network
-    member = place.member(copied(place), by=proxy, start="latest")
-    with running(member):
-        wait_until(lambda: place.positions()[0].offset == 0, 60, "the beginning")
-        place.feed(range(5))
-        wait_until(lambda: member.committed == 5, 60, "the first messages")
-        for there, offset in ((5, -1), (10, 3)):
+    for start, there, offset in (("latest", 0, -1), ("earliest", 10, 3)):
+        member = place.member(copied(place), by=proxy, start=start)
+        with running(member):
+            wait_until(lambda n=there: place.positions()[0].offset == n, 60, "the beginning")
+            place.feed(range(there, there + 5))
+            wait_until(lambda member=member: member.committed == 5, 60, "the first messages")
             earlier = len(proxy.fired)
             # Only what is edited twice was asked for again.
-            proxy.on(OFFSET_FETCH, edit_response(instead(offset, of=there)), times=2)
+            proxy.on(OFFSET_FETCH, edit_response(instead(offset, of=there + 5)), times=2)
             abort.set()
-            place.feed(range(there, there + 5))
-            wait_until(lambda: place.position() == there + 5, 60, "the others")  # noqa: B023  waits here
+            place.feed(range(there + 5, there + 10))
+            wait_until(lambda n=there: place.position() == n + 10, 60, "the others")
             assert len(proxy.fired) == earlier + 2
-    assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(15))
+    assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(20))
 
 
 def test_what_kafka_has_lost_is_not_read_again(place, mortal_network, abort, monkeypatch, caplog):

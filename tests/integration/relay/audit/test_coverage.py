@@ -58,7 +58,8 @@ def test_what_kafka_has_deleted_is_not_missing(pipeline, settled, retention):
     assert any("Kafka has deleted records of" in note for note in found["notes"])
 
 
-@pytest.mark.parametrize(("reading", "archived"), [("sums", True), ("sums", False), ("events", False)])
+@pytest.mark.parametrize("archived", [True, False])
+@pytest.mark.parametrize("reading", ["sums", "events"])
 def test_what_kafka_deletes_meanwhile_is_not_missing(one_partition, monkeypatch, reading, archived):
     """Nor is what a group has applied unknown."""
     pipeline, real = one_partition, getattr(Topics, reading)

@@ -25,7 +25,10 @@ VIEWS = (
     *("/consumers", "/consumers/groups/sums", "/system", "/audit", "/audit?side=consumer"),
 )
 
-RELAID = ("/", "/relays", "/dead-letters/relay", "/consumers/groups/sums", "/dead-letters/consumer/1")
+RELAID = (
+    *("/", "/relays", "/dead-letters/relay", "/consumers/groups/sums", "/dead-letters/consumer/1"),
+    *("/system", "/audit"),
+)
 """Views with all that is laid out in another way on a phone: figures, tables, pairs."""
 
 

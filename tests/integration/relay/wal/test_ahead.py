@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from stream_bench import noted, outboxed
+from stream_bench import both, noted, outboxed
 from support import backlog
 
 from outbox import Event, Outbox
@@ -51,7 +51,8 @@ def test_what_was_read_ahead_is_the_next_turn(outboxed):
     box.nothing_left()
 
 
-@pytest.mark.parametrize(("once", "point"), [(False, "before"), (True, "after")])
+@both
+@pytest.mark.parametrize("point", ["before", "after"])
 def test_what_was_not_published_comes_before_what_was_read_ahead(outboxed, once, point):
     """In a turn that failed, or of which it is not known."""
     box = in_the_stream(outboxed, once=once)

@@ -115,13 +115,14 @@ def reported(box: Outboxed) -> None:
     wait_until(lambda: told, 60, "a report")
 
 
-def test_a_killed_relay_has_confirmed_nothing_that_a_lane_has_not_settled(outboxed, monkeypatch):
+@both
+def test_a_killed_relay_has_confirmed_nothing_that_a_lane_has_not_settled(outboxed, monkeypatch, once):
     """One lane has settled all that it was given, and the other a part: the next relay is given the rest of it."""
     # What the stream has skipped would be read from the table in the end.
     monkeypatch.setattr(source, "_SWEEP_SECONDS", math.inf)
     box = outboxed(2)
     keys = [next(key for key in RandomHistory.KEYS if lane_of("Order", key, 2) == lane) for lane in range(2)]
-    box.relay(once=True, batch=20)
+    box.relay(once=once, batch=20)
     box.streams()
     given = box.given()
     for number in range(100):
@@ -132,8 +133,8 @@ def test_a_killed_relay_has_confirmed_nothing_that_a_lane_has_not_settled(outbox
     wait_until(lambda: box.turned(0) and box.rows(left, 0) < [(100,)], 60, "a part of the other")
     assert box.rows(left, 0) > [(0,)]
     reported(box)
-    box.relay(once=True)
-    ended(box, once=True)
+    box.relay(once=once)
+    ended(box, once=once)
 
 
 @needs_failover_slots

@@ -313,11 +313,12 @@ def test_a_renewal_that_locks_lanes_for_a_moment_does_not_keep_them_from_being_p
     assert [box.streaming(lane) for lane in (0, 1)] == [False, False]
 
 
-def test_a_locked_lane_loses_no_event_that_was_announced(outboxed):
+@both
+def test_a_locked_lane_loses_no_event_that_was_announced(outboxed, once):
     """Its row is locked while its last batch is to be settled and the next is there."""
     box = outboxed(2)
     slow, quick = keys_of_lanes()
-    box.relay(once=True)
+    box.relay(once=once)
     box.streams()
     box.add(f"{slow}1")
     box.until(lambda: box.kafka.names(slow), "the first")

@@ -65,6 +65,7 @@ def statistics(waiting, request) -> tuple[str, psycopg.Connection[Any]]:
         ("analyzed when it was empty", "force_custom_plan", "newest"),
         ("analyzed when it was empty", "force_generic_plan", "middle"),
         ("analyzed", "force_custom_plan", "middle"),
+        ("analyzed", "force_generic_plan", "middle"),
     ],
     indirect=["statistics"],
 )
@@ -112,6 +113,7 @@ def test_what_is_retried_is_found_among_the_dead_letters_of_all_groups(retrying,
         ("analyzed when it was empty", "force_custom_plan"),
         ("analyzed when it was empty", "force_generic_plan"),
         ("analyzed", "force_custom_plan"),
+        ("analyzed", "force_generic_plan"),
     ],
     indirect=["statistics"],
 )
