@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient
 from secured import SecuredKafka, secured_kafka
 from support import order
 from wal_support import wal
 
-from outbox.testing.fixtures import token
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.testing.fixtures import Topics, token
 
 __all__ = ["order", "wal"]
 
@@ -41,3 +44,27 @@ def another_outbox(outbox_postgres_server, _outbox_template) -> Iterator[Callabl
     yield make
     for name in made:
         outbox_postgres_server.drop_database(name)
+
+
+def _delete_deployed(topics: Topics) -> None:
+    """Delete the topics that the files for Docker and Kubernetes name, those that are there."""
+    admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers})
+    for deleted in admin.delete_topics(["order-events", "outbox.relay.state"], operation_timeout=60).values():
+        try:
+            deleted.result()
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                raise
+
+
+@pytest.fixture
+def deployment_kafka(mortal_kafka) -> Iterator[tuple[KafkaCluster, Topics]]:
+    """A broker that tests may kill, without the topics that the files for Docker and Kubernetes name, before and after.
+
+    Topics.delete leaves these: it goes by a test's own part of a name.
+    """
+    cluster, topics = mortal_kafka
+    _delete_deployed(topics)
+    yield cluster, topics
+    cluster.start()
+    _delete_deployed(topics)

@@ -1,4 +1,7 @@
-"""A short course of ``make chaos``, so that what runs for an hour elsewhere is known to work."""
+"""A short course of ``make chaos``, so that what runs for an hour elsewhere is known to work.
+
+Its broker is that of other tests, with their settings; the brokers of the long runs have Kafka's defaults.
+"""
 
 from __future__ import annotations
 

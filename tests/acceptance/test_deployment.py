@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -17,14 +16,12 @@ from typing import Any
 import psycopg
 import pytest
 import yaml
-from confluent_kafka.admin import AdminClient
 from containers import Container
 from manifests import MIGRATE, PODS, containers
 from support import look_up, wait_until
 
 from outbox._app.settings import RelaySettings
 from outbox.sandbox._ports import free_ports
-from outbox.testing.fixtures import Topics
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -90,22 +87,7 @@ def order() -> list[str]:
     return found
 
 
-# What the relay of the file creates. The broker is that of other tests, and names no topic of theirs so.
-TOPICS = ["order-events", "outbox.relay.state"]
-
-
-@pytest.fixture
-def kafka(mortal_kafka) -> Iterator[Topics]:
-    """A Kafka without the topics of the file's services, as it is afterwards."""
-    _, topics = mortal_kafka
-    admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers})
-    assert not {*TOPICS} & admin.list_topics(timeout=60).topics.keys()
-    yield topics
-    for deleted in admin.delete_topics(TOPICS, operation_timeout=60).values():
-        deleted.result()
-
-
-def test_the_pipeline_of_docker_compose(private_postgres, kafka, tmp_path):
+def test_the_pipeline_of_docker_compose(private_postgres, deployment_kafka, tmp_path):
     """From two empty servers to the topic, with the roles of the file and the page beside.
 
     What consumes is the same process with the same rights as in the manifests, which test_kubernetes_processes.py runs.
@@ -114,6 +96,7 @@ def test_the_pipeline_of_docker_compose(private_postgres, kafka, tmp_path):
     settings = dict(word.split("=", 1) for flag, word in pairwise(given) if flag == "-c")
     assert settings["wal_level"] == "logical"
     server = private_postgres(settings)
+    _, topics = deployment_kafka
     url = server.url("postgres")
     with psycopg.connect(url, autocommit=True) as admin:
         [(name,)] = admin.execute("SELECT current_database()").fetchall()
@@ -121,14 +104,14 @@ def test_the_pipeline_of_docker_compose(private_postgres, kafka, tmp_path):
         admin.execute((ROOT / "deploy/postgres/roles.sql").read_text())
     address = re.search(r"@([^/]+)/", url)
     assert address is not None
-    here = Processes(address[1], kafka.bootstrap_servers, tmp_path)
+    here = Processes(address[1], topics.bootstrap_servers, tmp_path)
     once = [name for name in order() if "restart" not in SERVICES[name] and name != "shop"]
     assert once == ["owner", "migrate", "migrate-consumer", "rights"]
     for name in [*once, *once]:
         here.container(name).run()
     with ExitStack() as stack:
         log = {name: stack.enter_context(here.container(name).running()) for name in ("relay", "shop", "page")}
-        assert len(kafka.consume(TOPICS[0], 20, timeout=120)) >= 20
+        assert len(topics.consume("order-events", 20, timeout=120)) >= 20
         # A process for each look: not before it is.
         wait_until(lambda: here.healthy("relay"), 120, "the relay to be healthy", longest=0.5)
         owners = "SELECT usename FROM pg_stat_activity WHERE application_name LIKE 'outbox%' AND usename = 'postgres'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-from bench import PLAIN_SPARK
 from containers import Container
 from manifests import MIGRATE, PODS, ROOT, SECRETS, containers
 from shown import get
@@ -89,10 +87,9 @@ def order(number: int, seq: int) -> Event:
     return Event("order", f"o{number}", "OrderChanged", payload)
 
 
-def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_path, monkeypatch):
+def test_a_release_from_an_empty_database(private_postgres, deployment_kafka, tmp_path):
     """Tables and rights, relays that are replaced, consumers, the page, pruning, and a stop while Kafka is away."""
-    monkeypatch.setenv("JDK_JAVA_OPTIONS", f"{PLAIN_SPARK} {os.environ['JDK_JAVA_OPTIONS']}")
-    kafka, topics = mortal_kafka
+    kafka, topics = deployment_kafka
     topics.create_topic("order-events", 2)
     server = private_postgres()
 

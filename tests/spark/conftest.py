@@ -23,7 +23,8 @@ CONNECT_PORT = "spark.connect.grpc.binding.port"
 
 @pytest.fixture(autouse=True)
 def _plain_spark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes of these tests have the session's settings too. Those of tests/acceptance have Spark's own."""
+    """Let the processes of these tests have the session's settings too. Those of tests/acceptance have Spark's own,
+    but for test_demo.py's."""
     monkeypatch.setenv("JDK_JAVA_OPTIONS", PLAIN_SPARK, prepend=" ")
 
 
