@@ -102,12 +102,20 @@ def test_a_stop_while_partitions_are_assigned_ends_it(place, monkeypatch):
         stop.set()
         return ask(*args)
 
+    class Watched(_session.Consumer):
+        def poll(self, *args: Any) -> Message | None:
+            found = super().poll(*args)
+            reads.append(self.assignment())
+            return found
+
     monkeypatch.setattr(_session, "committed", stopped)
-    # Long enough for a message to come in the poll that assigns.
-    monkeypatch.setattr(_session, "_POLL_SECONDS", 2.0)
+    monkeypatch.setattr(_session, "Consumer", Watched)
+    reads: list[list[TopicPartition]] = []
     stop = threading.Event()
     member = place.member(copied(place))
     member.run(stop)
+    # A message may take longer than the poll that assigns: none can come if nothing is assigned behind it.
+    assert reads[-1] == []
     assert (member.committed, place.position()) == (0, 10)
 
 

@@ -11,7 +11,7 @@ from outbox.sandbox._ports import free_ports
 
 __all__ = ["delivery", "url"]
 
-LEASE = 6.0
+LEASE = 8.0
 """No machine is so slow that it runs out before it is renewed."""
 LONG = 2.5 * LEASE
 """A relay that can't publish leaves its lanes after two leases."""

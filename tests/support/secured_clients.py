@@ -34,7 +34,7 @@ from relay.operations.doctor import kafka as doctor_kafka
 from relay.pipeline import topics as pipeline
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
-SECONDS = 6.0
+SECONDS = 8.0
 """How long they try: enough for several connections, on a busy machine too."""
 
 

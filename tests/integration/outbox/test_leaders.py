@@ -219,6 +219,7 @@ def the_group_begins_at_the_end(place: Place, monkeypatch: pytest.MonkeyPatch) -
             return False
         return has_leader(kafka, partitions, *more)
 
+    # For all members of this process, but it matters only to this one: no other begins at the latest.
     monkeypatch.setattr(_positions, "_SLACK_SECONDS", 0.0)
     monkeypatch.setattr(_session, "has_leader", in_time)
     member = place.member(copied(place), start="latest")

@@ -33,7 +33,8 @@ from relay.settle.statements import names_of
 __all__ = ["hanging", "outbox", "unverified"]
 
 NEVER = 0.2
-"""How long commands wait here for what is ended by nothing."""
+"""How long commands wait here for what is ended by nothing. Transactions that are to be decided
+for them must be awaited first (await_transactions)."""
 
 
 def settings_of(outbox: Outbox) -> Settings:

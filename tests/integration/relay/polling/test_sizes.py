@@ -39,8 +39,8 @@ def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes
     assert sent["Sync"] <= 30, sent
 
 
-@pytest.mark.parametrize("lanes", [4, 256])
-def test_60_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes):
+@pytest.mark.parametrize(("lanes", "most"), [(4, 8), (256, 14)])
+def test_60_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes, most):
     """They are compressed in the table. Of few lanes each has a limit of its own; many are limited together."""
     worker = workers(lanes)
     insert_huge(worker, 60)
@@ -60,7 +60,7 @@ def test_60_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes)
     assert backlog(worker.database.url) == 0
     assert max(turns) <= TURN_BYTES, [size >> 20 for size in turns]
     # And not one by one.
-    assert len(turns) < 20, [size >> 20 for size in turns]
+    assert len(turns) < most, [size >> 20 for size in turns]
 
 
 def test_small_events_are_read_at_full_size_again_after_huge_ones(workers):
