@@ -103,7 +103,7 @@ def test_a_message_that_always_runs_into_the_statement_limit_is_named_and_the_ot
     A limit that only a whole range exceeds is kept by parts of it in the same way.
     """
     slow = f"{PLAIN}; SELECT pg_sleep(20) FROM batch WHERE message_part = 0 AND n = {FAULT}"
-    bench.limit("statement_timeout", "600ms")
+    bench.limit("statement_timeout", "1s")
     behind: list[dict[tuple[str, int], int]] = []
     runner = bench.runner(job(topic, slow), driver_records=0, verdict_seconds=0.1, max_backoff_seconds=0.1)
     runner._lagging = lambda offsets, _turn: behind.append(offsets)

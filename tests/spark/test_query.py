@@ -91,7 +91,7 @@ def test_continuous_goes_on_until_it_is_stopped(bench, start):
 
 def test_seconds_are_how_often_a_round_begins(bench, start):
     rounds: list[tuple[float, float]] = []
-    every = 1.0
+    every = 1.5
 
     def report(text: str, figures: Any) -> None:
         if text == "round":
