@@ -37,29 +37,44 @@ if TYPE_CHECKING:
     from kafka_proxy import KafkaProxy
 
     from outbox.sandbox.kafka import KafkaCluster
-    from outbox.testing.fixtures import Database, DatabaseServer, KafkaServer, RelayFactory, Topics
+    from outbox.testing.fixtures import Database, DatabaseServer, KafkaServer, PrivatePostgres, RelayFactory, Topics
 
 SUPPORT = Path(__file__).parent / "support"
 # Files that share a broker; see group.
 BROKERS = {
     "mortal": {
         f"acceptance/test_{name}.py"
-        for name in ("kubernetes_processes", "network", "relays", "transform", "unusable_topics", "wal_failures")
+        for name in (
+            "chaos",
+            "deployment",
+            "kubernetes_processes",
+            "network",
+            "relays",
+            "transform",
+            "unusable_topics",
+            "wal_failures",
+        )
     }
     | {
-        "integration/outbox/consumer/test_regrown_log.py",
-        "integration/outbox/consumer/test_unknown_offsets.py",
-        "integration/outbox/transform/test_ends.py",
         "integration/relay/kafka/test_damaged_markers.py",
         "integration/relay/kafka/test_publisher.py",
         "integration/relay/operations/test_doctor_rights.py",
         "integration/relay/settle/test_late_commits.py",
         "integration/spark_jobs/task/test_reader_failures.py",
     },
+    "mortal, of consumers": {
+        "integration/outbox/consumer/test_assignments.py",
+        "integration/outbox/consumer/test_regrown_log.py",
+        "integration/outbox/consumer/test_silent_brokers.py",
+        "integration/outbox/consumer/test_unknown_offsets.py",
+        "integration/outbox/inbox/test_outages.py",
+        "integration/outbox/transform/test_doubtful_positions.py",
+        "integration/outbox/transform/test_ends.py",
+        "integration/outbox/transform/test_final_errors.py",
+    },
     "three": {
         "acceptance/test_stuck_topics.py",
-        "integration/outbox/inbox/test_leaders.py",
-        "integration/outbox/transform/test_leaders.py",
+        "integration/outbox/test_leaders.py",
         "integration/spark_jobs/driver/test_leaders.py",
     },
     "unverified": {
@@ -108,6 +123,8 @@ _broker._NODE_SETTINGS = (
     "background.threads",
     "broker.heartbeat.interval.ms",
     "broker.session.timeout.ms",
+    "group.consumer.heartbeat.interval.ms",
+    "group.consumer.min.heartbeat.interval.ms",
     "group.consumer.min.session.timeout.ms",
     "group.consumer.session.timeout.ms",
     "group.min.session.timeout.ms",
@@ -242,7 +259,7 @@ def group(nodeid: str) -> str:
              with all of them would go on for long after the others.
     secured  what shares a Kafka with TLS.
     mortal, three, unverified   what shares a Kafka that tests may kill, three brokers of which they may, or one that
-                                verifies no transactions.
+                                verifies no transactions. Of the first kind there are two.
     planted  what shares a database in which names are planted.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of JSON at large is a group of its own: they come last, need nothing but a processor, and one process
@@ -304,7 +321,9 @@ def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
         "broker.heartbeat.interval.ms": "2000",
         "broker.session.timeout.ms": "18000",
         "group.min.session.timeout.ms": "1000",
-        # The newer protocol's sessions, of which the broker says how long they are: 45 seconds by default.
+        # The newer protocol's sessions and heartbeats, of which the broker says how long they are: 45 and 5 seconds.
+        "group.consumer.heartbeat.interval.ms": "500",
+        "group.consumer.min.heartbeat.interval.ms": "500",
         "group.consumer.min.session.timeout.ms": "6000",
         "group.consumer.session.timeout.ms": "6000",
         # Idle, each thread wakes three times a second.
@@ -380,11 +399,25 @@ def _mortal() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
 @pytest.fixture
 def mortal_network(of_group: OfGroup) -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
     """A broker that tests may kill, and a proxy that leads to it. The broker runs again when a test has ended."""
+    from confluent_kafka.admin import (
+        AclBindingFilter,
+        AclOperation,
+        AclPermissionType,
+        AdminClient,
+        ResourcePatternType,
+        ResourceType,
+    )
+
     cluster, proxy = of_group.once(_mortal)
     yield cluster, proxy
     # As they were, whatever a test that failed has left.
     cluster.resume_broker(0)
     cluster.start()
+    # Who may do what, too.
+    anyone = ResourcePatternType.ANY, None, None
+    rules = AclBindingFilter(ResourceType.ANY, None, *anyone, AclOperation.ANY, AclPermissionType.ANY)
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers})
+    admin.delete_acls([rules])[rules].result()
     # Its connections, and what it holds back, are not the next test's.
     proxy.stop()
     proxy.clear()
@@ -457,6 +490,15 @@ def outbox_postgres(
     with Database(outbox_postgres_server.url(name), name) as database:
         yield database
     drop_database_over(_maintenance, name)
+
+
+@pytest.fixture
+def private_postgres(private_postgres: PrivatePostgres) -> Iterator[PrivatePostgres]:
+    """The fixture of the test kit, but servers start with files that are made once in a run; see prepared_postgres."""
+    from prepared_postgres import PreparedPostgres
+
+    with PreparedPostgres() as factory:
+        yield factory
 
 
 @pytest.fixture(scope="session")

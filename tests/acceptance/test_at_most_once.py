@@ -7,6 +7,9 @@ import pytest
 from failing_relays import SMALL, add, dead, event, names, routes, url
 from support import backlog, drained, end_leases, ends, logged, wait_until
 
+from outbox._app import migrate as db
+from outbox.testing.fixtures import RelayFactory, RelayProcess, Topics
+
 __all__ = ["url"]
 
 AT_MOST_ONCE = {"delivery": "at-most-once", "relay__batch_size": 5}
@@ -104,27 +107,58 @@ def test_at_most_once_an_event_of_time_infinity_takes_no_other_dead_letter_with_
     assert "events may be lost" not in relay.log()
 
 
-# Deleted, and not given to librdkafka; all of it is, and waits for more.
-@pytest.mark.parametrize("point", ["batch.settled=pause@2", "batch.sent=pause@2"])
-def test_at_most_once_a_relay_that_slept_past_its_lease_sends_nothing_more(url, outbox_kafka, outbox_relay, point):
-    """Its heir has sent what comes after it."""
-    topic = outbox_kafka.create_topic(outbox_kafka.name("once"))
-    sent = [f"a{number:02}" for number in range(20)]
-    add(url, *(event("Order", name) for name in sent))
-    # Nothing is under way before the turn is flushed.
-    settings = AT_MOST_ONCE | {"relay__lease_seconds": 6, "kafka__linger_ms": 2500}
-    sleeper = outbox_relay(env=routes(Order=topic) | {"OUTBOX_FAILPOINTS": point}, **settings)
-    wait_until(lambda: backlog(url) == 10, what="the second turn")
-    heir = outbox_relay(env=routes(Order=topic), **settings)
-    drained(url)
-    assert names(outbox_kafka.consume(topic, 15))[-1:] == sent[-1:]
-    sleeper.resume()
-    sleeper.wait_for_log("events may be lost")
-    sleeper.wait_for_log("lane lost")
-    assert heir.running
-    # What the heir writes now comes after whatever the sleeper has sent.
-    add(url, event("Order", "z1"))
-    assert names(outbox_kafka.consume(topic, 16))[-1:] == ["z1"]
-    arrived = names(outbox_kafka.consume(topic))
-    assert arrived == sorted(set(arrived))
-    assert set(sent) - set(arrived) == set(sent[5:10])
+class Asleep:
+    """An outbox whose relay sleeps at a step of its second turn, and whose lane an heir takes meanwhile."""
+
+    def __init__(self, url: str, kafka: Topics, start: RelayFactory, step: str) -> None:
+        self._url, self._kafka, self._start = url, kafka, start
+        self._topic = kafka.create_topic(kafka.name(step))
+        self._sent = [f"a{number:02}" for number in range(20)]
+        add(url, *(event("Order", name) for name in self._sent))
+        self._sleeper = self._relay(f"{step}=pause@2")
+
+    def sleeps(self) -> bool:
+        return backlog(self._url) == 10
+
+    def is_inherited(self) -> None:
+        """Wait until the heir has sent what comes after the sleeper's turn, and wake the sleeper."""
+        self._heir = self._relay()
+        drained(self._url)
+        assert names(self._kafka.consume(self._topic, 15))[-1:] == self._sent[-1:]
+        self._sleeper.resume()
+
+    def has_lost_a_turn(self) -> None:
+        """Look at all that was sent, also behind whatever the sleeper has sent."""
+        self._sleeper.wait_for_log("events may be lost")
+        self._sleeper.wait_for_log("lane lost")
+        assert self._heir.running
+        # What the heir writes now comes after it.
+        add(self._url, event("Order", "z1"))
+        assert names(self._kafka.consume(self._topic, 16))[-1:] == ["z1"]
+        arrived = names(self._kafka.consume(self._topic))
+        assert arrived == sorted(set(arrived))
+        assert set(self._sent) - set(arrived) == set(self._sent[5:10])
+
+    def _relay(self, failpoints: str = "") -> RelayProcess:
+        # Nothing is under way before the turn is flushed.
+        settings = AT_MOST_ONCE | {"relay__lease_seconds": 6, "kafka__linger_ms": 2500}
+        env = routes(Order=self._topic) | {"OUTBOX_FAILPOINTS": failpoints}
+        return self._start(database_url=self._url, env=env, **settings)
+
+
+def test_at_most_once_a_relay_that_slept_past_its_lease_sends_nothing_more(
+    url, another_outbox, outbox_kafka, outbox_relay
+):
+    """Of one outbox, when its turn was deleted and not given to librdkafka; of another, when all of it was, which waits
+    for more.
+    """
+    other = another_outbox()
+    db.change_lanes(other, 1)
+    places = {"batch.settled": url, "batch.sent": other}
+    outboxes = [Asleep(place, outbox_kafka, outbox_relay, step) for step, place in places.items()]
+    for one in outboxes:
+        wait_until(one.sleeps, what="the second turn")
+    for one in outboxes:
+        one.is_inherited()
+    for one in outboxes:
+        one.has_lost_a_turn()

@@ -87,7 +87,7 @@ def order() -> list[str]:
     return found
 
 
-def test_the_pipeline_of_docker_compose(private_postgres, private_kafka, tmp_path):
+def test_the_pipeline_of_docker_compose(private_postgres, deployment_kafka, tmp_path):
     """From two empty servers to the topic, with the roles of the file and the page beside.
 
     What consumes is the same process with the same rights as in the manifests, which test_kubernetes_processes.py runs.
@@ -96,7 +96,7 @@ def test_the_pipeline_of_docker_compose(private_postgres, private_kafka, tmp_pat
     settings = dict(word.split("=", 1) for flag, word in pairwise(given) if flag == "-c")
     assert settings["wal_level"] == "logical"
     server = private_postgres(settings)
-    topics = private_kafka.topics(private_kafka())
+    _, topics = deployment_kafka
     url = server.url("postgres")
     with psycopg.connect(url, autocommit=True) as admin:
         [(name,)] = admin.execute("SELECT current_database()").fetchall()

@@ -78,9 +78,12 @@ def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
 def test_stopped_at_every_step_and_woken_after_the_take_over(
     outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order
 ):
-    """SIGSTOP midway, past the lease; another relay takes the lanes; SIGCONT. The sleeper must change nothing."""
+    """SIGSTOP midway, past the lease; another relay takes the lanes; SIGCONT. The sleeper must change nothing.
+
+    Right before the commit: test_protocol_traces.py.
+    """
     url, (kind, topic) = outbox_postgres.url, order
-    points = ["takeover.marker_read", "txn.marker_sent", "txn.confirmed", "txn.committed"]
+    points = ["takeover.marker_read", "txn.marker_sent", "txn.committed"]
     with Load(url, kind) as load:
         for point in points:
             # All lanes are taken over at once.
@@ -101,12 +104,12 @@ def test_stopped_at_every_step_and_woken_after_the_take_over(
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
+def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, back_soon, order):
     """A server that goes away at this very step: a new producer, the marker, and on."""
     url, (kind, topic) = outbox_postgres.url, order
     points = " ".join(f"{point}=error@{3 + n}" for n, point in enumerate(EXACTLY_ONCE[1:]))
     with Load(url, kind) as load:
-        relay = outbox_relay(env=failing(points), **exactly_once)
+        relay = outbox_relay(env=failing(points), **back_soon)
         for point in EXACTLY_ONCE[1:]:
             relay.wait_for_log(f'"failpoint": "{point}"', 60)
         load.drain()

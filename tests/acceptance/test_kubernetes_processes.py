@@ -87,9 +87,9 @@ def order(number: int, seq: int) -> Event:
     return Event("order", f"o{number}", "OrderChanged", payload)
 
 
-def test_a_release_from_an_empty_database(private_postgres, mortal_kafka, tmp_path):
+def test_a_release_from_an_empty_database(private_postgres, deployment_kafka, tmp_path):
     """Tables and rights, relays that are replaced, consumers, the page, pruning, and a stop while Kafka is away."""
-    kafka, topics = mortal_kafka
+    kafka, topics = deployment_kafka
     topics.create_topic("order-events", 2)
     server = private_postgres()
 

@@ -52,6 +52,7 @@ from relay.core.ports import Unavailable
 from relay.failpoints import VARIABLE
 from relay.kafka import state_topic
 from relay.kafka.state_topic import StateTopic
+from relay.wal.lane_hash import lane_of
 
 QUICK = {
     "relay__lease_seconds": 8.0,
@@ -225,15 +226,18 @@ def test_an_outage_longer_than_lease_delivery_and_transaction(place, outbox_rela
 def test_a_batch_that_is_always_late_is_halved_until_it_is_not(place, outbox_relay):
     """Exactly-once, over a way to the broker on which the whole batch takes twice the time there is for it."""
     url, proxy = place.url, place.proxy
-    count, batch, of_a_request, request_seconds, deadline = 240, 20, 5, 0.1, 0.8
+    # Each lane has more than a batch, and less than makes a relay try larger ones again.
+    lanes, each, batch, of_a_request, request_seconds, deadline = 4, 25, 20, 5, 0.1, 0.8
     settings = place.settings | {"delivery": "exactly-once", "relay__batch_size": batch}
     settings |= {"kafka__batch_num_messages": of_a_request, "kafka__delivery_timeout_ms": int(deadline * 1000)}
     # A turn is a batch of each of the four lanes, and the answers come one after the other.
-    assert 4 * batch / of_a_request * request_seconds >= 2 * deadline
-    write(url, [Event(place.kind, f"k{n}", "T", {"n": n}) for n in range(count)])
-    lanes = look_up(url, "SELECT count(*) FROM outbox.events GROUP BY lane")
-    assert len(lanes) == 4
-    assert all(number >= batch for (number,) in lanes), lanes
+    assert lanes * batch / of_a_request * request_seconds >= 2 * deadline
+    by_lane: list[list[str]] = [[] for _ in range(lanes)]
+    for key in (f"k{n}" for n in range(1_000)):
+        by_lane[lane_of(place.kind, key, lanes)].append(key)
+    keys = [key for own in by_lane for key in own[:each]]
+    write(url, [Event(place.kind, key, "T", {}) for key in keys])
+    assert look_up(url, "SELECT count(*) FROM outbox.events GROUP BY lane") == [(each,)] * lanes
     proxy.on(PRODUCE, delay_response(request_seconds), times=1_000_000)
     relay = outbox_relay(**settings)
     drained(url, 90)
@@ -242,8 +246,7 @@ def test_a_batch_that_is_always_late_is_halved_until_it_is_not(place, outbox_rel
     relay.terminate()
     relay.wait()
     proxy.clear()
-    found = Counter(message.key().decode() for message in place.messages())
-    assert found == Counter(f"k{n}" for n in range(count))
+    assert Counter(message.key().decode() for message in place.messages()) == Counter(keys)
 
 
 def test_a_state_topic_that_can_not_be_read_is_waited_for(place, outbox_relay):
@@ -297,35 +300,44 @@ def test_a_second_signal_leaves_what_is_in_flight_to_the_next_relay(place, outbo
     assert check(url, messages) == sum(crashes.repeats(messages))
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["all-of-a-unit", "the-parent-twice"])
-def test_only_a_second_signal_to_their_parent_makes_workers_leave_what_is_in_flight(place, outbox_relay, again):
-    """systemd signals all processes of a unit, and the parent passes its signal on."""
+def test_only_a_second_signal_to_their_parent_makes_workers_leave_what_is_in_flight(place, outbox_relay):
+    """systemd signals all processes of a unit, and the parent passes its signal on: two workers end so, and the next
+    two by a second signal.
+    """
     url, proxy = place.url, place.proxy
     # Under their names, the next ones see that their sessions have ended.
     settings = place.settings | {"relay__lease_seconds": 900, "relay__shutdown_seconds": 900, "relay__instance": "a"}
-    relay = outbox_relay("--workers", "2", **settings)
-    wait_until(lambda: len(owners(url)) == 2, what="both workers to hold lanes")
+    crashes = Crashes(url, place.kind, settings["relay__batch_size"])
     with Load(url, place.kind) as load:
-        place.begins(load)
-        fired = len(proxy.fired)
-        proxy.on(PRODUCE, delay_response(), times=1_000_000)
-        wait_until(lambda: len(proxy.fired) > fired, what="a turn to be in flight")
-        for process in psutil.Process(relay.pid).children():
-            process.send_signal(signal.SIGTERM)
-        wait_until(lambda: relay.log().count("relay stopping") == 2, 60, "both workers to stop")
-        relay.terminate()
-        # Signals that come together are one.
-        time.sleep(1.0)
-        assert relay.running
-        if again:
+        for again in (False, True):
+            relay = outbox_relay("--workers", "2", **settings)
+            wait_until(lambda: len(owners(url)) == 2, what="both workers to hold lanes")
+            place.begins(load)
+            fired = len(proxy.fired)
+            proxy.on(PRODUCE, delay_response(), times=1_000_000)
+            wait_until(lambda fired=fired: len(proxy.fired) > fired, what="a turn to be in flight")
+            for process in psutil.Process(relay.pid).children():
+                process.send_signal(signal.SIGTERM)
+            wait_until(lambda relay=relay: relay.log().count("relay stopping") == 2, 60, "both workers to stop")
             relay.terminate()
-        else:
+            # Signals that come together are one.
+            time.sleep(1.0)
+            assert relay.running
+            if again:
+                relay.terminate()
+            else:
+                proxy.clear()
+                proxy.release()
+            assert relay.wait() == again
+            assert ("a turn in flight was abandoned" in relay.log()) == again
+            # Lanes are let go of when all is settled.
+            assert (owners(url) == {}) == (not again)
             proxy.clear()
-            proxy.release()
-        assert relay.wait() == again
-        assert ("a turn in flight was abandoned" in relay.log()) == again
-        proxy.clear()
-        outbox_relay("--workers", "2", **settings)
+        # Before it, nothing is sent twice.
+        crashes.note_only(range(4))
+        relay = outbox_relay("--workers", "2", **settings)
         load.drain(90)
-    repeats = check(url, place.messages())
-    assert again or repeats == 0
+        ends(relay)
+        assert owners(url) == {}
+    messages = place.messages()
+    assert check(url, messages) == sum(crashes.repeats(messages))

@@ -22,15 +22,15 @@ from support import look_up, wait_until
 from outbox.testing.fixtures import Database, Topics
 from outbox.urls import sqlalchemy_url
 
-# Orders are placed by another process than this, as in a shop.
-PLACE = """
+# Orders are placed by another process than this, as in a shop. It reads them line by line.
+CLERK = """
 import sys
 from celery_tasks import Session, engine, place_order
 with Session(engine) as session:
-    place_order(session, "withdrawn", 1)
-    session.rollback()
-    for order in sys.argv[1:]:
-        place_order(session, order, 4200)
+    for line in sys.stdin:
+        place_order(session, "withdrawn", 1)
+        session.rollback()
+        place_order(session, line.strip(), 4200)
         session.commit()
 """
 # Kombu's filesystem transport: what was sent, what a worker has taken. It keeps what was taken, so that it can be
@@ -83,6 +83,7 @@ class Shop:
                 [sys.executable, *words],
                 cwd=self.folder,
                 env=self.environment,
+                stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -94,8 +95,17 @@ class Shop:
                 kill(process)
                 print(log.read_text(errors="replace"))
 
-    def place(self, *orders: str) -> None:
-        subprocess.run([sys.executable, "-c", PLACE, *orders], cwd=self.folder, env=self.environment, check=True)
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Let orders be placed."""
+        with self.running("clerk", "-c", CLERK) as clerk:
+            assert clerk.stdin is not None
+            self._orders = clerk.stdin
+            yield
+
+    def place(self, order: str) -> None:
+        self._orders.write(f"{order}\n".encode())
+        self._orders.flush()
 
     def succeeded(self, name: str) -> int:
         """Return how many tasks a worker has finished, by its log."""
@@ -125,7 +135,7 @@ def shop(outbox_postgres, outbox_kafka, outbox_relay, tmp_path) -> Iterator[Shop
     folder.mkdir()
     shop = Shop(outbox_postgres, outbox_kafka, folder)
     outbox_relay(topic_template=f"{{aggregate_type}}-events-{outbox_kafka.token}")
-    with shop.running("start", str(RECIPES / "celery_tasks.py")):
+    with shop.running("start", str(RECIPES / "celery_tasks.py")), shop.open():
         wait_until(lambda: look_up(shop.url, "SELECT to_regclass('payments')") != [(None,)], what="the tables")
         with psycopg.connect(shop.url) as connection:
             connection.execute(WAIT)

@@ -15,12 +15,12 @@ from outbox import Event
 
 __all__ = ["shop"]
 
-KILLS = 2
+KILLS = 1
 
 
 def test_totals_and_their_events_count_each_order_once_whatever_is_killed(shop, outbox_kafka):
     chance = random.Random(7)
-    orders = [(f"c{chance.randint(0, 19)}", chance.randint(1, 999)) for _ in range(1_500)]
+    orders = [(f"c{chance.randint(0, 19)}", chance.randint(1, 999)) for _ in range(1_000)]
     shop.execute("CREATE TABLE totals (customer text PRIMARY KEY, orders integer NOT NULL, cents bigint NOT NULL)")
 
     def count() -> int:

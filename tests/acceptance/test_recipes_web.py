@@ -54,9 +54,9 @@ def test_an_order_and_its_event_are_committed_together(shop, recipe, driver, ref
 
 
 def test_the_recipe_of_a_test_passes(shop, outbox_postgres_server):
-    """test_fastapi_async.py, in a process without our conftest."""
+    """test_fastapi_async.py, in a process without our conftest; the fixture's server is there already."""
     options = ("-q", "-W", "error", "-p", "no:cacheprovider", "--rootdir", ".")
     printed, _ = shop.run(
-        *("-m", "pytest", *options, "test_fastapi_async.py"), OUTBOX_DATABASE_URL=outbox_postgres_server.url()
+        *("-m", "pytest", *options, "test_fastapi_async.py"), OUTBOX_TEST_DATABASE_URL=outbox_postgres_server.url()
     )
     assert "2 passed" in printed

@@ -25,6 +25,7 @@ from support import (
 
 from outbox import Event
 from outbox.sandbox._ports import free_ports
+from outbox.testing.fixtures import RelayProcess
 
 LEASE = 8.0
 """Renewed when a third of it is over. No machine is so slow that it runs out before."""
@@ -116,85 +117,72 @@ def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outb
     assert repeats <= 4 * BATCH or "lane lost" in other.log()
 
 
-def test_the_broker_restarts_under_load(outbox_postgres, mortal_kafka, outbox_relay):
-    cluster, topics = mortal_kafka
-    url, kind = outbox_postgres.url, topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 3)
-    with Load(url, kind) as load:
-        relay = outbox_relay(
-            bootstrap_servers=cluster.bootstrap_servers,
-            relay__lease_seconds=20,
-            # Batches that are lost with the broker are given up soon.
-            kafka__delivery_timeout_ms=4000,
-            relay__batch_size=BATCH,
-            relay__max_backoff_seconds=0.5,
-            kafka__reconnect_backoff_max_ms=500,
-        )
-        waiting = '"waiting for a server"'
-
-        def gave_up() -> int:
-            """How many turns were given up."""
-            return relay.log().count(waiting)
-
-        load.more(300)
-        early = gave_up()
-        cluster.kill_broker(0)
-        wait_until(lambda: gave_up() > early, what="the relay to notice")
-        load.more(300)
-        assert backlog(url) > 0
-        away = gave_up()
-        cluster.start_broker(0)
-        wait_until(lambda: relay.log().rfind("publishing again") > relay.log().rfind(waiting), 60, "the relay to go on")
-        load.drain()
-        assert relay.running
-    # What was in flight may stand there, unacknowledged: when the broker was killed, and when it was back and too late.
-    assert check(url, topics.consume(topic)) <= 4 * BATCH * (1 + early + gave_up() - away)
+WAITING = '"waiting for a server"'
 
 
-def test_at_most_once_while_servers_are_killed(private_postgres, mortal_kafka, outbox_relay):
-    """Broker, Postgres with asynchronous writers, relay: nothing stands in the topic twice."""
+def goes_on(relay: RelayProcess) -> bool:
+    """Return whether a relay publishes again, by the last that it has said of its servers."""
+    return relay.log().rfind("publishing again") > relay.log().rfind(WAITING)
+
+
+def test_servers_are_killed_under_load(outbox_postgres, private_postgres, mortal_kafka, outbox_relay):
+    """At-least-once, the broker: what was in flight may stand there twice. At-most-once, the broker, Postgres with
+    asynchronous writers, and the relay: nothing stands in the topic twice. Two outboxes, and one outage of the broker.
+    """
     server, (cluster, topics) = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "10s"}), mortal_kafka
-    url, kind = private_postgres.database(server).url, topics.name("Order")
-    topic = topics.create_topic(f"{kind.lower()}-events", 3)
+    url, once = outbox_postgres.url, private_postgres.database(server).url
+    kind, kind_once = topics.name("Order"), topics.name("Once")
+    topic, topic_once = (topics.create_topic(f"{each.lower()}-events", 3) for each in (kind, kind_once))
     settings = {
-        "database_url": url,
         "bootstrap_servers": cluster.bootstrap_servers,
-        "delivery": "at-most-once",
-        "log_format": "json",
         "relay__lease_seconds": 20,
         "relay__batch_size": BATCH,
+        # Batches that are lost with the broker are given up soon.
         "kafka__delivery_timeout_ms": 4000,
         "relay__max_backoff_seconds": 0.5,
         "kafka__reconnect_backoff_max_ms": 500,
     }
-    crashes = Crashes(url, kind, BATCH)
-    with Load(url, kind) as load:
-        relay = first = outbox_relay(**settings)
-        relay.wait_for_log("lanes acquired")
-        # What it has taken from the table it may still send: its lanes are free when their leases end, not before.
-        assert look_up(url, "SELECT session FROM outbox.relays") == [(None,)]
-        for victim in ("broker", "Postgres", "relay"):
-            load.more(200)
-            caught_up(url)
-            if victim == "broker":
-                cluster.kill_broker(0)
-                # Each try takes events from the table: they are the last of their batches that it takes.
-                relay.wait_for_log("waiting for a server")
-                cluster.start_broker(0)
-                relay.wait_for_log("publishing again", 60)
-            elif victim == "Postgres":
-                server.kill()
-                relay.wait_for_log("waiting for Postgres")
-                server.start()
-                relay.wait_for_log("Postgres is back")
-            else:
-                relay.kill()
-                crashes.note()
-                relay = outbox_relay(**settings)
-        load.drain()
-        assert relay.running
-    missing = check_at_most_once(url, topics.consume(topic))
-    lost = said_to_be_lost(first) + said_to_be_lost(relay)
+    at_most_once = settings | {"database_url": once, "delivery": "at-most-once", "log_format": "json"}
+    crashes = Crashes(once, kind_once, BATCH)
+    with Load(once, kind_once) as load_once:
+        with Load(url, kind) as load:
+            relay, first = outbox_relay(**settings), outbox_relay(**at_most_once)
+            first.wait_for_log("lanes acquired")
+            # What it has taken from the table it may still send: its lanes are free when their leases end, not before.
+            assert look_up(once, "SELECT session FROM outbox.relays") == [(None,)]
+            load.more(300)
+            load_once.more(200)
+            caught_up(once)
+            early = relay.log().count(WAITING)
+            cluster.kill_broker(0)
+            wait_until(lambda: relay.log().count(WAITING) > early, what="the relay to notice")
+            # Each try takes events from the table: they are the last of their batches that it takes.
+            first.wait_for_log("waiting for a server")
+            load.more(300)
+            assert backlog(url) > 0
+            away = relay.log().count(WAITING)
+            cluster.start_broker(0)
+            wait_until(lambda: goes_on(relay) and goes_on(first), 60, "the relays to go on")
+            load.drain()
+            assert relay.running
+        load_once.more(200)
+        caught_up(once)
+        server.kill()
+        first.wait_for_log("waiting for Postgres")
+        server.start()
+        first.wait_for_log("Postgres is back")
+        load_once.more(200)
+        caught_up(once)
+        first.kill()
+        crashes.note()
+        second = outbox_relay(**at_most_once)
+        load_once.drain()
+        assert second.running
+    # When the broker was killed, and when it was back and too late: unacknowledged, and there all the same.
+    given_up = 1 + early + relay.log().count(WAITING) - away
+    assert check(url, topics.consume(topic)) <= 4 * BATCH * given_up
+    missing = check_at_most_once(once, topics.consume(topic_once))
+    lost = said_to_be_lost(first) + said_to_be_lost(second)
     # What was not acknowledged when the broker died may have arrived all the same.
     assert lost > 0
     # The relay that was killed had a batch of each lane in hand at most.

@@ -20,19 +20,19 @@ from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.inbox import Consumer
 from outbox.testing.fixtures import token
-from outbox.transform import Record, Transformer
+from outbox.transform import Record, Transformer, _session
 
 SECONDS = 90
 
 
 @pytest.fixture
 def topic(secured: SecuredKafka) -> Iterator[str]:
-    """A topic with rights for all; afterwards the broker has the certificate of before."""
+    """A topic, with rights on it and for groups whose names begin with its; then the broker's certificate of before."""
     name = f"t-{token()}"
     secured.admin.create_topics([NewTopic(name, 1)], operation_timeout=30)[name].result()
     allow(secured.admin, ResourceType.TOPIC, name, AclOperation.READ, AclOperation.DESCRIBE)
     allow(secured.admin, ResourceType.TRANSACTIONAL_ID, f"{name}*", AclOperation.WRITE, AclOperation.DESCRIBE)
-    allow(secured.admin, ResourceType.GROUP, name, AclOperation.READ, AclOperation.DESCRIBE)
+    allow(secured.admin, ResourceType.GROUP, f"{name}*", AclOperation.READ, AclOperation.DESCRIBE)
     client = AdminClient({**secured.options, "log_level": 0})
 
     def granted() -> bool:
@@ -52,82 +52,112 @@ def authority(secured: SecuredKafka, tmp_path: Path) -> Path:
     return Path(shutil.copy(secured.certificates.authority, tmp_path / "authority.pem"))
 
 
-Member = Callable[[str, str, Mapping[str, Any], list[bytes | None]], tuple[Callable[[], None], Callable[[], None]]]
-"""Returns how to run a member, and how to stop it; it keeps the messages that it has seen."""
+class Member:
+    """A member that runs in a thread: what its client has said, and the messages that it has seen."""
+
+    def __init__(self, kafka: Mapping[str, Any]) -> None:
+        self.seen: list[bytes | None] = []
+        self._said: list[str] = []
+        self.kafka = {
+            **kafka,
+            "error_cb": lambda error: self._said.append(error.str()),
+            # For so long the group waits for a member that could not leave it.
+            "session.timeout.ms": 6000,
+            "reconnect.backoff.max.ms": 500,
+        }
+        self.run: Callable[[], None]
+        self.stop: Callable[[], None]
+
+    def said(self, text: str) -> bool:
+        return any(text in each for each in self._said)
 
 
-def inbox(url: str, topic: str, kafka: Mapping[str, Any], seen: list[bytes | None]) -> Any:
-    consumer = Consumer(url, [topic], group=topic, kafka=kafka, dedup=False)
-    return lambda: consumer.run(lambda _, message: seen.append(message.value())), consumer.stop
+def inbox(kafka: Mapping[str, Any], topic: str, url: str) -> Member:
+    member = Member(kafka)
+    consumer = Consumer(url, [topic], group=f"{topic}-inbox", kafka=member.kafka, dedup=False)
+    member.run = lambda: consumer.run(lambda _, message: member.seen.append(message.value()))
+    member.stop = consumer.stop
+    return member
 
 
-def transformer(_: str, topic: str, kafka: Mapping[str, Any], seen: list[bytes | None]) -> Any:
+def transformer(kafka: Mapping[str, Any], topic: str) -> Member:
+    member = Member(kafka)
+
     def transform(message: Message) -> list[Record]:
-        seen.append(message.value())
+        member.seen.append(message.value())
         return []
 
     stop = threading.Event()
-    member = Transformer(transform, topics=[topic], group=topic, kafka=kafka)
-    return lambda: member.run(stop), stop.set
+    transforming = Transformer(transform, topics=[topic], group=f"{topic}-transformer", kafka=member.kafka)
+    member.run, member.stop = lambda: transforming.run(stop), stop.set
+    return member
 
 
-@pytest.mark.parametrize("kind", [inbox, transformer])
-def test_a_member_goes_on_with_renewed_certificates(secured, topic, authority, outbox_postgres, kind: Member):
-    """The broker has a certificate of another authority, and it must connect again."""
-    errors: list[str] = []
-    seen: list[bytes | None] = []
+class Asking:
+    """What asks for a group: an inbox, a driver of Spark, and what shows them."""
+
+    def __init__(self, kafka: Mapping[str, Any], topic: str) -> None:
+        self._kafka, self._topic = KafkaAdmin(kafka), topic
+        self._usual = self._kafka._seconds
+
+    def is_answered(self) -> None:
+        self._kafka._seconds = self._usual
+        assert self._kafka.look([self._topic])[1].keys() == {(self._topic, 0)}
+        wait_until(lambda: self._shown() is None, SECONDS, "its position to be shown")
+
+    def mistrusts(self) -> None:
+        self._kafka._seconds = 3.0
+        # A request that was under way when the connections were cut may fail before the next connection does.
+        wait_until(self._is_refused, SECONDS, "its mistrust")
+        assert self._shown(seconds=0.5) is not None
+
+    def _shown(self, **limit: float) -> Any:
+        return self._kafka.show_lag(self._topic, {(self._topic, 0): 0}, **limit)
+
+    def _is_refused(self) -> bool:
+        with pytest.raises(ConsumerUnavailable) as failed:
+            self._kafka.look([self._topic])
+        return "certificate verify failed" in str(failed.value)
+
+
+def test_clients_go_on_with_renewed_certificates(secured, topic, authority, outbox_postgres, monkeypatch):
+    """The broker has a certificate of another authority, and they must connect again. All at once: it takes long."""
+    # A producer that began while connections were refused asks for its id again only then.
+    monkeypatch.setattr(_session, "SECONDS", 3.0)
+    kafka = secured.options | {"ssl.ca.location": str(authority)}
+    members = [inbox(kafka, topic, outbox_postgres.url), transformer(kafka, topic)]
+    asking = Asking(kafka, topic)
     producer = Producer({"bootstrap.servers": secured.plain})
 
     def send(value: bytes) -> None:
         producer.produce(topic, value, "k")
         assert producer.flush(30) == 0
 
-    options = {
-        "ssl.ca.location": str(authority),
-        "error_cb": lambda error: errors.append(error.str()),
-        # For so long the group waits for a member that could not leave it.
-        "session.timeout.ms": 6000,
-        "reconnect.backoff.max.ms": 500,
-    }
-    run, stop = kind(outbox_postgres.url, topic, secured.options | options, seen)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run)
+    with ThreadPoolExecutor(len(members)) as pool:
+        running = [pool.submit(member.run) for member in members]
+
+        def await_all(condition: Callable[[Member], Any], what: str) -> None:
+            wait_until(lambda: all(map(condition, members)) or any(each.done() for each in running), SECONDS, what)
+
         try:
             send(b"1")
-            wait_until(lambda: seen or running.done(), SECONDS, "the first message")
+            await_all(lambda member: member.seen, "the first message")
+            asking.is_answered()
             secured.show(secured.certificates.other)
-            wait_until(lambda: any("certificate verify failed" in text for text in errors), SECONDS, "its mistrust")
+            await_all(lambda member: member.said("certificate verify failed"), "their mistrust")
+            asking.mistrusts()
             send(b"2")
             shutil.copy(secured.certificates.stranger, authority)
+            asking.is_answered()
             # An error that is the one before is reported half a minute later, and it takes two to see that the files
             # are others: so another one comes in between.
             secured.proxy.stop()
-            wait_until(lambda: any("refused" in text for text in errors), SECONDS, "a refused connection")
+            await_all(lambda member: member.said("refused"), "refused connections")
             secured.proxy.start()
-            wait_until(lambda: b"2" in seen or running.done(), SECONDS, "the second message")
+            await_all(lambda member: b"2" in member.seen, "the second message")
         finally:
-            stop()
-        running.result(60)
-    assert seen == [b"1", b"2"]
-
-
-def test_what_asks_for_a_group_goes_on_with_renewed_certificates(secured, topic, authority):
-    """An inbox, a driver of Spark, and what shows them."""
-    kafka = KafkaAdmin(secured.options | {"ssl.ca.location": str(authority)})
-    assert kafka.look([topic])[1].keys() == {(topic, 0)}
-    wait_until(lambda: kafka.show_lag(topic, {(topic, 0): 0}) is None, SECONDS, "its position to be shown")
-    secured.show(secured.certificates.other)
-    usual, kafka._seconds = kafka._seconds, 3.0
-
-    def mistrusts() -> bool:
-        with pytest.raises(ConsumerUnavailable) as failed:
-            kafka.look([topic])
-        return "certificate verify failed" in str(failed.value)
-
-    # A request that was under way when the connections were cut may fail before the next connection does.
-    wait_until(mistrusts, SECONDS, "its mistrust")
-    assert kafka.show_lag(topic, {(topic, 0): 0}, seconds=0.5) is not None
-    shutil.copy(secured.certificates.stranger, authority)
-    kafka._seconds = usual
-    assert kafka.look([topic])[1].keys() == {(topic, 0)}
-    wait_until(lambda: kafka.show_lag(topic, {(topic, 0): 0}) is None, SECONDS, "its position to be shown again")
+            for member in members:
+                member.stop()
+        for each in running:
+            each.result(60)
+    assert [member.seen for member in members] == [[b"1", b"2"]] * 2

@@ -28,7 +28,7 @@ from relay.failpoints import VARIABLE
 from relay.kafka.state_topic import StateTopic
 
 _LANES = 256
-_EVENTS = 20_000
+_EVENTS = 14_000
 _KEYS = 3_000
 
 
@@ -87,11 +87,11 @@ def test_events_near_the_limit_take_a_bounded_amount_of_memory(outbox_postgres, 
 
 
 def test_a_backlog_with_nothing_set_but_what_must_be(private_postgres, outbox_kafka, outbox_relay):
-    """18,000 events of 2 kB, in turns of 2,000 of a lane; fsync; topics that are there; a lease of 15 seconds.
+    """17,000 events of 2 kB, in turns of 2,000 of a lane; fsync; topics that are there; a lease of 15 seconds.
 
     Both deliveries beside each other, each killed with a turn in hand, when it is acknowledged and not settled.
     """
-    count, keys = 18_000, 600
+    count, keys = 17_000, 600
     server = private_postgres()
     points = {"at-least-once": "batch.acknowledged=kill@2", "exactly-once": "txn.committed=kill@2"}
     urls, topics, killed, settings = {}, {}, {}, {}

@@ -17,6 +17,9 @@ from outbox.testing.fixtures import Topics
 UNUSABLE = '"topic can\'t be written to; its events wait"'
 USABLE = '"topic can be written to again"'
 STUCK, HEALTHY = "Stuck", ("Order", "Invoice")
+BATCH, FIRST = 50, 2
+MANY = FIRST + 2 * 4 * BATCH // 40
+"""From FIRST on, so many events of each of 40 keys are two turns: a batch of each of four lanes."""
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ class Stuck:
         for kind in HEALTHY:
             create_topic(cluster, f"{self._kinds[kind].lower()}-events", [[1, 2, 3], [2, 3, 1], [3, 1, 2]], 2)
         self.settings = settings | {"name": topics.name(own), "bootstrap_servers": cluster.bootstrap_servers}
-        self.settings |= {"log_format": "json", "relay__lease_seconds": 9, "relay__batch_size": 200}
+        self.settings |= {"log_format": "json", "relay__lease_seconds": 9, "relay__batch_size": BATCH}
         self.settings |= {"kafka__delivery_timeout_ms": 2000, "relay__max_backoff_seconds": 0.5}
         if settings["source"] == "wal":
             self.settings["wal__slot"] = self.settings["name"].replace("-", "_")
@@ -114,7 +117,7 @@ class Stuck:
     def waits(self) -> None:
         """Write more for the stuck topic: it waits too, and why was said."""
         [(highest,)] = look_up(self.url, "SELECT max(id) FROM outbox.events")
-        self.write([STUCK], range(42, 44))
+        self.write([STUCK], range(MANY, MANY + 2))
         above = "SELECT count(*) FROM outbox.events WHERE id > %s"
         wait_until(lambda: look_up(self.url, above, highest) == [(80,)], what="events to wait in the table")
         [line] = self._lines(UNUSABLE)[self._before[UNUSABLE] :]
@@ -128,7 +131,7 @@ class Stuck:
         # Said once, however often it was tried. Of the others' leaders some were away too, for a moment.
         for what in (UNUSABLE, USABLE):
             assert len(self._lines(what)[self._before[what] :]) == 1
-        for kind, count in ((STUCK, 44), *((kind, 12) for kind in HEALTHY)):
+        for kind, count in ((STUCK, MANY + 2), *((kind, 12) for kind in HEALTHY)):
             messages = self._topics.consume(f"{self._kinds[kind].lower()}-events")
             seen, repeats = numbers_by_key(messages, "seq")
             assert seen == {f"k{key}": list(range(count)) for key in range(40)}
@@ -137,22 +140,42 @@ class Stuck:
         ends(self._relay)
 
 
-@pytest.fixture
-def urls(outbox_postgres, outbox_postgres_server, _outbox_template) -> Iterator[list[str]]:
-    """Three outboxes."""
-    names = [f"{outbox_postgres.name}_{number}" for number in (2, 3)]
-    made = [outbox_postgres_server.create_database(name, template=_outbox_template) for name in names]
-    yield [outbox_postgres.url, *made]
-    for name in names:
-        outbox_postgres_server.drop_database(name)
+class Replicated:
+    """An outbox under load whose topics all have three replicas, and its two relays, exactly-once."""
+
+    def __init__(self, url: str, cluster: KafkaCluster, topics: Topics, start: Any) -> None:
+        self._url, self._cluster, self._topics = url, cluster, topics
+        kind, self._name = topics.name("Load"), topics.name("outbox")
+        self._topic = topics.create_topic(f"{kind.lower()}-events", 3)
+        self.load = Load(url, kind)
+        settings = {"delivery": "exactly-once", "name": self._name, "bootstrap_servers": cluster.bootstrap_servers}
+        settings |= {"relay__lease_seconds": 9, "relay__batch_size": BATCH}
+        # Without long pauses between attempts: a server is killed on purpose here.
+        settings |= {"relay__max_backoff_seconds": 0.5, "kafka__reconnect_backoff_max_ms": 500}
+        self._relays = [start(database_url=url, **settings) for _ in range(2)]
+
+    def begins(self) -> None:
+        self._relays[0].wait_for_log("lanes acquired")
+        self.load.more(150)
+
+    def outlives_it(self) -> None:
+        """Wait until more is written, and all is published, while a broker is away; and look at all of it."""
+        self.load.more(300)
+        self.load.drain(120)
+        assert [relay.running for relay in self._relays] == [True, True]
+        assert check(self._url, self._topics.consume(self._topic, timeout=60)) == 0
+        known = AdminClient({"bootstrap.servers": self._cluster.bootstrap_servers}).list_topics(timeout=30).topics
+        partitions = known[f"{self._name}.relay.state"].partitions
+        assert [len(partition.replicas) for partition in partitions.values()] == [3] * 4
+        for relay in self._relays:
+            ends(relay)
 
 
 def stands(outboxes: Sequence[Stuck], killed: Stuck) -> None:
     """Write to the stuck topics of these, and to the others, of which all is published. The relay of one is killed."""
     for outbox in outboxes:
-        # More than a turn has.
-        outbox.write([STUCK], range(2, 42))
-        outbox.write(HEALTHY, range(2, 7))
+        outbox.write([STUCK], range(FIRST, MANY))
+        outbox.write(HEALTHY, range(FIRST, 7))
     for outbox in outboxes:
         outbox.others_go_on()
     # Not before: nothing is known of its last transaction as long as this can't end.
@@ -164,55 +187,40 @@ def stands(outboxes: Sequence[Stuck], killed: Stuck) -> None:
         outbox.waits()
 
 
-def test_a_topic_that_takes_nothing_waits_and_others_go_on(urls, topics, outbox_relay, three_brokers):
-    """Three outboxes, a way each, and one outage: to restart a broker is what takes long."""
+def test_a_broker_is_killed_and_a_topic_that_takes_nothing_then_waits_and_others_go_on(
+    another_outbox, topics, outbox_relay, three_brokers
+):
+    """Three outboxes with such a topic, a way each, one with none, and one outage: to restart a broker takes long."""
     ways = [
         ("too few in sync", "wal", "exactly-once"),
         ("no leader", "polling", "exactly-once"),
         ("no leader for one partition of three", "polling", "at-least-once"),
     ]
     outboxes = [
-        Stuck(url, three_brokers, topics, outbox_relay, way, source=source, delivery=delivery)
-        for url, (way, source, delivery) in zip(urls, ways, strict=True)
+        Stuck(another_outbox(), three_brokers, topics, outbox_relay, way, source=source, delivery=delivery)
+        for way, source, delivery in ways
     ]
     for outbox in outboxes:
-        outbox.write([STUCK, *HEALTHY], range(2))
+        outbox.write([STUCK, *HEALTHY], range(FIRST))
     for outbox in outboxes:
         drained(outbox.url)
-        outbox.forget_what_was_said()
-    three_brokers.kill_broker(0)
-    outboxes[1].has_no_leader()
-    try:
-        stands(outboxes[1:], outboxes[1])
-        # Last, and no longer than it takes to see it: while a replica is missing where a transaction is to end, brokers
-        # try it without a pause.
-        outboxes[0].write([STUCK], range(2, 42))
-        outboxes[0].write(HEALTHY, range(2, 12))
-        outboxes[0].others_go_on()
-        outboxes[0].waits()
-    finally:
-        three_brokers.start_broker(0)
+    healthy = Replicated(another_outbox(), three_brokers, topics, outbox_relay)
+    with healthy.load:
+        healthy.begins()
+        for outbox in outboxes:
+            outbox.forget_what_was_said()
+        three_brokers.kill_broker(0)
+        try:
+            healthy.outlives_it()
+            outboxes[1].has_no_leader()
+            stands(outboxes[1:], outboxes[1])
+            # Last, and no longer than it takes to see it: while a replica is missing where a transaction is to end,
+            # brokers try it without a pause.
+            outboxes[0].write([STUCK], range(FIRST, MANY))
+            outboxes[0].write(HEALTHY, range(FIRST, 12))
+            outboxes[0].others_go_on()
+            outboxes[0].waits()
+        finally:
+            three_brokers.start_broker(0)
     for outbox in outboxes:
         outbox.whole()
-
-
-def test_one_of_three_brokers_is_killed(outbox_postgres, topics, outbox_relay, three_brokers):
-    """Exactly-once, with two relays. The broker does not come back."""
-    url, kind, name = outbox_postgres.url, topics.name("Order"), topics.name("outbox")
-    topic = topics.create_topic(f"{kind.lower()}-events", 3)
-    settings = {"delivery": "exactly-once", "name": name, "bootstrap_servers": three_brokers.bootstrap_servers}
-    settings |= {"relay__lease_seconds": 6, "relay__batch_size": 50}
-    # Without long pauses between attempts: a server is killed on purpose here.
-    settings |= {"relay__max_backoff_seconds": 0.5, "kafka__reconnect_backoff_max_ms": 500}
-    with Load(url, kind) as load:
-        relays = [outbox_relay(**settings) for _ in range(2)]
-        relays[0].wait_for_log("lanes acquired")
-        load.more(150)
-        three_brokers.kill_broker(0)
-        load.more(300)
-        load.drain(120)
-        assert [relay.running for relay in relays] == [True, True]
-    assert check(url, topics.consume(topic, timeout=60)) == 0
-    state = AdminClient({"bootstrap.servers": three_brokers.bootstrap_servers}).list_topics(timeout=30)
-    partitions = state.topics[f"{name}.relay.state"].partitions
-    assert [len(partition.replicas) for partition in partitions.values()] == [3] * 4

@@ -16,7 +16,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 from confluent_kafka.cimpl import TopicPartition
 from docs_support import blocks
 from support import wait_until
-from transform_support import Place, _soon, copied, doubled, running
+from transform_support import Place, _soon, copied, doubled, running, terminate
 
 from outbox.transform import InputLost, Record, Transformer
 from relay.kafka.offsets import Offsets, Partition
@@ -33,19 +33,18 @@ def place(request, mortal_kafka) -> Iterator[Place]:
 
 def test_killed_twice_beside_another_member(place):
     """A hundred transactions; a member is killed within one, twice, while another shares the partitions."""
-    count = 10_000
+    count = 4_000
     place.feed(range(count))
-    with place.process() as first, place.process() as second:
-        wait_until(lambda: place.position() > 1_000, 90, "the first transactions")
-        first.send_signal(signal.SIGKILL)
-        with place.process() as third:
-            wait_until(lambda: place.position() > 4_000, 90, "more transactions")
-            second.send_signal(signal.SIGKILL)
+    with place.process(batch=40) as first, place.process(batch=40) as second:
+        wait_until(lambda: place.position() > 400, 90, "the first transactions")
+        first.signal(signal.SIGKILL)
+        with place.process(batch=40) as third:
+            wait_until(lambda: place.position() > 1_600, 90, "more transactions")
+            second.signal(signal.SIGKILL)
             # Within the work, and not after it.
             assert place.position() < count
             wait_until(lambda: place.position() == count, 120, "the end")
-            third.terminate()
-            assert third.wait(60) == 0
+            terminate(third)
     assert place.come(2 * count) == doubled(count)
 
 
@@ -55,15 +54,14 @@ def test_one_that_slept_past_its_session_adds_nothing(place):
     place.feed(range(count))
     with place.process(batch=20) as sleeper:
         wait_until(lambda: place.position() > 200, 90, "its first transactions")
-        sleeper.send_signal(signal.SIGSTOP)
+        sleeper.signal(signal.SIGSTOP)
         with place.process() as other:
             wait_until(lambda: place.position() == count, 120, "the other one to take over and end")
-            sleeper.send_signal(signal.SIGCONT)
+            sleeper.signal(signal.SIGCONT)
             place.feed(range(count, count + 1_000))
             wait_until(lambda: place.position() == count + 1_000, 120, "what came later")
-            for process in (sleeper, other):
-                process.terminate()
-                assert process.wait(60) == 0
+            terminate(sleeper)
+            terminate(other)
     assert place.come(2 * (count + 1_000)) == doubled(count + 1_000)
 
 
@@ -154,14 +152,14 @@ def test_slow_transforms_and_brokers_that_go_away(place, mortal_kafka, caplog):
     assert place.position() == 0
     threads = len(list(Path("/proc/self/task").iterdir()))
     slow = threading.Event()
-    seconds = 0.5
+    seconds = 0.4
 
     def transform(message: Message) -> Iterator[Record]:
         slow.wait(seconds)
         yield from copied(place)(message)
 
     # The coordinator has aborted the transaction: the same messages again would be as slow.
-    member = place.member(transform, batch=4, batch_seconds=10.0, transaction_seconds=1.2)
+    member = place.member(transform, batch=4, batch_seconds=10.0, transaction_seconds=1.0)
     with running(member):
         wait_until(lambda: member.committed == 4, 120, "the end")
     assert "now 2 at a time" in caplog.text
@@ -169,27 +167,27 @@ def test_slow_transforms_and_brokers_that_go_away(place, mortal_kafka, caplog):
     wait_until(lambda: len(list(Path("/proc/self/task").iterdir())) <= threads, 30, "the clients' threads to end")
     # One alone may be slower than a transaction may be.
     place.feed(range(4, 5), partition=0)
-    seconds = 3.0
-    alone = place.member(transform, transaction_seconds=1.2)
+    seconds = 2.0
+    alone = place.member(transform, transaction_seconds=1.0)
     with running(alone):
         wait_until(lambda: alone.committed == 1, 60, "the slow one")
     assert place.come(5) == {f"k{n}": [n] for n in range(5)}
 
     # In a process of its own: where a request never returns, its thread and its producer stay until the process ends.
-    place.feed(range(5, 5_000))
-    with place.process(batch=50) as process:
-        wait_until(lambda: place.position() > 500, 60, "its first transactions")
+    count = 2_000
+    place.feed(range(5, count))
+    with place.process(batch=20) as process:
+        wait_until(lambda: place.position() > 200, 60, "its first transactions")
         cluster.kill()
         cluster.start()
-        wait_until(lambda: place.position() == 5_000, 120, "it to go on to the end")
-        process.terminate()
-        assert process.wait(60) == 0
+        wait_until(lambda: place.position() == count, 120, "it to go on to the end")
+        terminate(process)
     # The first five are copies, in one partition of the source.
-    others = doubled(5_000)
+    others = doubled(count)
     wanted = {key: [n for n in numbers if n >= 10] for key, numbers in others.items()}
-    come = place.come(5 + 2 * 4_995)
+    come = place.come(5 + 2 * (count - 5))
     assert {key: [n for n in numbers if n >= 10] for key, numbers in come.items()} == wanted
-    assert sum(map(len, come.values())) == 5 + 2 * 4_995
+    assert sum(map(len, come.values())) == 5 + 2 * (count - 5)
 
 
 def test_the_guide(place):

@@ -13,7 +13,7 @@ __all__ = ["delivery", "url"]
 
 LEASE = 8.0
 """No machine is so slow that it runs out before it is renewed."""
-LONG = 3 * LEASE
+LONG = 2.5 * LEASE
 """A relay that can't publish leaves its lanes after two leases."""
 HOLDER = "SELECT owner, epoch FROM outbox.lanes"
 PARTITIONS = "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'outbox.published'::regclass"

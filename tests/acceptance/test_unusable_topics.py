@@ -18,7 +18,6 @@ from confluent_kafka.admin import (
 from failing_relays import DELIVERIES, SMALL, add, dead, delivery, event, let_pass, names, routes, url, wait_for_dead
 from support import backlog, drained, ends, look_up, wait_until
 
-from outbox._app import migrate as db
 from outbox.sandbox.kafka import KafkaCluster
 
 __all__ = ["delivery", "url"]
@@ -156,9 +155,7 @@ def test_the_copies_of_dead_letters_wait_for_their_topic_and_hold_nothing_up(url
     assert dead(url) == ["a1"]
 
 
-def test_while_the_broker_is_away_no_attempt_is_counted(
-    outbox_postgres_server, mortal_network, mortal_kafka, outbox_relay
-):
+def test_while_the_broker_is_away_no_attempt_is_counted(another_outbox, mortal_network, mortal_kafka, outbox_relay):
     """Two outboxes, one for each delivery, and one outage."""
     (_, proxy), (_, topics) = mortal_network, mortal_kafka
     # A backoff longer than a try takes, or the lane would be busy with this one event.
@@ -169,39 +166,37 @@ def test_while_the_broker_is_away_no_attempt_is_counted(
         "relay__max_backoff_seconds": 0.2,
         "kafka__reconnect_backoff_max_ms": 500,
         # At-least-once, what a slow broker acknowledges later than this is sent twice.
-        "kafka__delivery_timeout_ms": 4000,
+        "kafka__delivery_timeout_ms": 2000,
         "bootstrap_servers": proxy.address,
     }
     attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
     outboxes = []
     for promise in DELIVERIES:
-        name = f"away_{topics.token}_{len(outboxes)}"
-        url = outbox_postgres_server.create_database(name)
-        db.upgrade(url)
+        url, name = another_outbox(), topics.name(f"away-{promise}")
         good, small = topics.create_topic(f"good-{name}"), topics.create_topic(f"small-{name}", 1, SMALL)
         relay = outbox_relay(
             database_url=url, env=routes(Good=good, Small=small), delivery=promise, name=name, **settings
         )
         add(url, event("Small", "a1", 30_000), event("Small", "a2"), event("Good", "g1"))
-        outboxes.append((name, url, good, small, relay))
-    for _, url, good, _, _ in outboxes:
+        outboxes.append((url, good, small, relay))
+    for url, good, _, _ in outboxes:
         wait_until(lambda url=url: look_up(url, attempts) > [(1,)], what="attempts")
         wait_until(lambda good=good: topics.consume(good), what="the good one")
     proxy.stop()
     before = []
     try:
-        for _, url, _, _, relay in outboxes:
+        for url, _, _, relay in outboxes:
             relay.wait_for_log("waiting for a server")
             add(url, event("Good", "g2"), event("Good", "h1"))
             before.append((look_up(url, attempts)[0][0], relay.log().count("waiting for a server")))
-        for (_, url, _, _, relay), (counted, tries) in zip(outboxes, before, strict=True):
+        for (url, _, _, relay), (counted, tries) in zip(outboxes, before, strict=True):
             wait_until(lambda relay=relay, tries=tries: relay.log().count("waiting for a server") > tries, what="a try")
             # One may have been under way.
             assert look_up(url, attempts)[0][0] <= counted + 1
             assert look_up(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
     finally:
         proxy.start()
-    for promise, (name, url, good, small, relay), (counted, _) in zip(DELIVERIES, outboxes, before, strict=True):
+    for promise, (url, good, small, relay), (counted, _) in zip(DELIVERIES, outboxes, before, strict=True):
         relay.wait_for_log("publishing again", 60)
         wait_until(lambda url=url, counted=counted: look_up(url, attempts)[0][0] > counted + 1, what="attempts go on")
         let_pass(topics, small)
@@ -211,4 +206,3 @@ def test_while_the_broker_is_away_no_attempt_is_counted(
         assert (found if promise == "exactly-once" else list(dict.fromkeys(found))) == ["a1", "a2"]
         assert dead(url) == []
         relay.kill()
-        outbox_postgres_server.drop_database(name)

@@ -16,13 +16,15 @@ import pytest
 from older_postgres import postgres_16
 from proxy import TcpProxy
 from standby import Standby, ask, either, needs_failover_slots, require_standby
-from support import Load, backlog, check, logged, wait_until
+from support import IMPATIENT, Load, backlog, check, logged, wait_until
 from wal_support import cdc, done, run_outbox, to_wal
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
 from outbox._clients.clock import uptime
 from outbox.errors import OperationRefused
+from outbox.sandbox.postgres import PostgresServer
+from outbox.testing.fixtures import Database, RelayFactory, RelayProcess, Topics
 from relay.config import SourceKind
 from relay.core.ports import StreamLost, Unavailable
 from relay.database import unavailable_on_error
@@ -35,7 +37,7 @@ from relay.wal.slot import Slot, SlotNames
 
 FAST = {"fsync": "off", "autovacuum": "off"}
 # They wait for a person, or for a promotion: not for long.
-IMPATIENT = {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5, "relay__lease_seconds": 3}
+QUICK = {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5, "relay__lease_seconds": 3}
 
 
 @pytest.fixture
@@ -62,7 +64,9 @@ def streaming(url: str) -> bool:
 
 def read_by_relay(url: str) -> bool:
     return streaming(url) and ask(
-        url, "SELECT count(*) FROM pg_replication_slots WHERE slot_type = 'logical' AND active"
+        url,
+        "SELECT count(*) FROM pg_replication_slots "
+        "WHERE slot_type = 'logical' AND active AND database = current_database()",
     )
 
 
@@ -120,7 +124,7 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
     kind, topic = order
     primary = private_postgres(FAST)
     url = private_postgres.database(primary).url
-    settings = wal | IMPATIENT
+    settings = wal | QUICK
     to_wal(url, settings)
     with Standby(primary, synced_slots=True) as standby:
         require_standby(primary)
@@ -144,16 +148,6 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
         assert '"problem":null' in done(both, settings, "cdc", "status", "--json")
 
 
-def stops_or_waits(relay) -> None:
-    """Wait until both lanes have stopped, or one has and the stream is not read without it."""
-
-    def done() -> bool:
-        stopped = {line["lanes"] for line in logged(relay, '"lane stopped"')}
-        return len(stopped) == 2 or bool(logged(relay, "after a failover the stream is read when all lanes"))
-
-    wait_until(done, 60, "every lane to stop or to wait")
-
-
 def a_standby_is_called_one(url: str) -> None:
     """Also by what a lane asks for when it joins the stream, and by the heartbeat: they ask for the WAL's end."""
     with psycopg.connect(url, autocommit=True) as connection:
@@ -165,67 +159,108 @@ def a_standby_is_called_one(url: str) -> None:
                 ask_it()
 
 
+class Outrun:
+    """An outbox of two lanes. Kafka gets events of it that the standby never sees, and not yet all that this has."""
+
+    def __init__(self, database: Database, topics: Topics, start: RelayFactory, settings: dict[str, Any]) -> None:
+        self._name, self._topics, self._start = database.name, topics, start
+        kind, name = topics.name(f"Order-{database.name}"), topics.name(database.name)
+        self._topic = topics.create_topic(f"{kind.lower()}-events", 3)
+        self._settings = settings | {"name": name, "wal__slot": name.replace("-", "_"), "relay__batch_size": 10}
+        db.change_lanes(database.url, 2)
+        to_wal(database.url, self._settings)
+        self._journal = Journal(database.url, kind)
+        self._short, self._long = self._journal.key(0, 2), self._journal.key(1, 2)
+
+    def begins(self, primary: PostgresServer, standby: Standby) -> None:
+        """Write what both servers have, and what Kafka has not yet."""
+        self._both = either(primary, standby, self._name)
+        relay = self._relay()
+        wait_until(lambda: streaming(self._both), what="the lanes to stream")
+        self._journal.write(self._both, [self._short, self._long] * 10)
+        standby.await_slot(self._settings["wal__slot"])
+        wait_until(lambda: len(self._on_kafka()) == 20, what="the first events")
+        relay.kill()
+        self._journal.write(self._both, [self._short] * 6 + [self._long] * 300)
+
+    def outruns(self) -> None:
+        """The short lane is through with what will be lost, the long one is not with what both servers have."""
+        self._lost = self._journal.write(self._both, [self._short] * 24)
+        relay = self._relay(env={VARIABLE: "batch.fetched=delay:0.3@1+"})
+        wait_until(lambda: self._lost & self._on_kafka().keys(), what="the first of what will be lost")
+        relay.kill()
+
+    def goes_on(self) -> None:
+        """Publish what the standby has, each event once with the markers of exactly-once, and look at all of it."""
+        both, exactly_once = self._both, self._settings["delivery"] == "exactly-once"
+        there = self._journal.read(both)
+        assert not self._lost & there
+        assert there - self._on_kafka().keys()
+        relay = self._relay(program=IMPATIENT)
+        if exactly_once:
+            self._is_reconciled(relay, there)
+        there |= self._journal.write(both, [self._short, self._long] * 10)
+        published(self._topics, self._topic, there)
+        wait_until(lambda: read_by_relay(both) and backlog(both) == 0, what="the stream to be read")
+        there |= self._journal.write(both, [self._short, self._long])
+        published(self._topics, self._topic, there)
+        counts = self._on_kafka(there)
+        assert counts.keys() <= there | self._lost
+        if exactly_once:
+            assert set(counts.values()) == {1}
+            assert '"problem":null' in done(both, self._settings, "cdc", "status", "--json")
+            done(both, self._settings, "relay", "reconcile")
+        assert ask(both, "SELECT timeline FROM outbox.streams") == 2
+
+    def _is_reconciled(self, relay: RelayProcess, there: set[str]) -> None:
+        """A person looks, and lets the lanes go on."""
+        relay.wait_for_log("outbox relay reconcile")
+        # The lane that has lost rows stops, and perhaps the other one; if not, the stream waits for the first.
+        wait_until(lambda: _stopped_or_waiting(relay), 60, "every lane to stop or to wait")
+        # What the killed relay had committed can have stood behind a transaction that its other lane left open.
+        self._topics.await_transactions(self._topic)
+        before = self._on_kafka()
+        assert there - before.keys()
+        assert "has lost" in refused(self._both, self._settings, "relay", "reconcile")
+        assert self._on_kafka() == before
+        done(self._both, self._settings, "relay", "reconcile", "--apply", "--reason", "a failover")
+
+    def _relay(self, **more: Any) -> RelayProcess:
+        return self._start(database_url=self._both, **self._settings, **more)
+
+    def _on_kafka(self, among: set[str] | None = None) -> Counter[str]:
+        return on_kafka(self._topics, self._topic, among)
+
+
+def _stopped_or_waiting(relay: RelayProcess) -> bool:
+    """Return whether both lanes have stopped, or one has and the stream is not read without it."""
+    stopped = {line["lanes"] for line in logged(relay, '"lane stopped"')}
+    return len(stopped) == 2 or bool(logged(relay, "after a failover the stream is read when all lanes"))
+
+
 @needs_failover_slots
-@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
-def test_a_standby_that_was_behind(private_postgres, outbox_kafka, outbox_relay, wal, kafka_too, order, delivery):
-    """Kafka has events that the new primary never saw, and not yet all that it has."""
-    kind, topic = order
+def test_a_standby_that_was_behind(private_postgres, outbox_kafka, outbox_relay, kafka_too):
+    """Kafka has events that the new primary never saw, and not yet all that it has: with both deliveries."""
     primary = private_postgres(FAST)
-    url = private_postgres.database(primary).url
-    db.change_lanes(url, 2)
-    settings = wal | IMPATIENT | kafka_too | {"delivery": delivery, "relay__batch_size": 10}
-    to_wal(url, settings)
-    journal = Journal(url, kind)
-    short, long = journal.key(0, 2), journal.key(1, 2)
+    settings = QUICK | kafka_too | {"source": "wal"}
+    outboxes = [
+        Outrun(private_postgres.database(primary, name), outbox_kafka, outbox_relay, settings | {"delivery": delivery})
+        for name, delivery in (("twice", "at-least-once"), ("once", "exactly-once"))
+    ]
     with (
         TcpProxy("127.0.0.1", primary.port) as proxy,
         Standby(primary, synced_slots=True, via_port=proxy.port) as standby,
     ):
-        both = either(primary, standby, "outbox")
-        relay = outbox_relay(database_url=both, **settings)
-        wait_until(lambda: streaming(both), what="the lanes to stream")
-        journal.write(both, [short, long] * 10)
-        standby.await_slot(wal["wal__slot"])
-        wait_until(lambda: len(on_kafka(outbox_kafka, topic)) == 20, what="the first events")
-        relay.kill()
-        journal.write(both, [short] * 6 + [long] * 300)
+        for one in outboxes:
+            one.begins(primary, standby)
         wait_until(standby.caught_up, what="the standby to catch up")
         proxy.stop()
-        lost = journal.write(both, [short] * 24)
-        # The short lane is through with what will be lost, the long one is not with what both servers have.
-        relay = outbox_relay(database_url=both, env={VARIABLE: "batch.fetched=delay:0.3@1+"}, **settings)
-        wait_until(lambda: lost & on_kafka(outbox_kafka, topic).keys(), what="the first of what will be lost")
-        relay.kill()
+        for one in outboxes:
+            one.outruns()
         primary.kill()
         standby.promote()
-        before = on_kafka(outbox_kafka, topic)
-        there = journal.read(both)
-        assert not lost & there
-        assert there - before.keys()
-        relay = outbox_relay(database_url=both, **settings)
-        if delivery == "exactly-once":
-            relay.wait_for_log("outbox relay reconcile")
-            # The lane that has lost rows stops, and perhaps the other one; if not, the stream waits for the first.
-            stops_or_waits(relay)
-            # What the killed relay had committed can have stood behind a transaction that its other lane left open.
-            outbox_kafka.await_transactions(topic)
-            before = on_kafka(outbox_kafka, topic)
-            assert there - before.keys()
-            assert "has lost" in refused(both, settings, "relay", "reconcile")
-            assert on_kafka(outbox_kafka, topic) == before
-            done(both, settings, "relay", "reconcile", "--apply", "--reason", "a failover")
-        there |= journal.write(both, [short, long] * 10)
-        published(outbox_kafka, topic, there)
-        wait_until(lambda: read_by_relay(both) and backlog(both) == 0, what="the stream to be read")
-        there |= journal.write(both, [short, long])
-        published(outbox_kafka, topic, there)
-        counts = on_kafka(outbox_kafka, topic, there)
-        assert counts.keys() <= there | lost
-        if delivery == "exactly-once":
-            assert set(counts.values()) == {1}
-            assert '"problem":null' in done(both, settings, "cdc", "status", "--json")
-            done(both, settings, "relay", "reconcile")
-        assert ask(both, "SELECT timeline FROM outbox.streams") == 2
+        for one in outboxes:
+            one.goes_on()
 
 
 def test_a_slot_that_the_failover_left_behind(
@@ -237,7 +272,7 @@ def test_a_slot_that_the_failover_left_behind(
     primary = private_postgres(FAST)
     assert ask(primary.url(), "SHOW server_version_num")[:2] == "16"
     url = private_postgres.database(primary).url
-    settings = wal | IMPATIENT | kafka_too
+    settings = wal | QUICK | kafka_too
     to_wal(url, settings)
     with Standby(primary) as standby:
         require_standby(primary)

@@ -1,4 +1,7 @@
-"""``outbox relay run --workers``: several processes that share the lanes, started and stopped as one."""
+"""``outbox relay run --workers``: several processes that share the lanes, started and stopped as one.
+
+Signals: test_network.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import signal
 
 import psutil
 import pytest
-from support import backlog, drained, ends, look_up, owners, wait_until, write
+from support import backlog, ends, look_up, owners, wait_until, write
 
 from outbox import Event
 from outbox.sandbox._process import patience
@@ -22,18 +25,6 @@ def workers(outbox_postgres, outbox_relay):
     return started
 
 
-def write_to(order, url: str) -> None:
-    write(url, [Event(order[0], f"k{n % 50}", "T", {"n": n}) for n in range(500)])
-
-
-def test_workers_share_the_lanes_and_end_together(outbox_postgres, outbox_kafka, order, workers):
-    write_to(order, outbox_postgres.url)
-    drained(outbox_postgres.url)
-    ends(workers)
-    assert len(outbox_kafka.consume(order[1], 500)) == 500
-    assert owners(outbox_postgres.url) == {}
-
-
 def test_workers_that_have_hardly_begun_end_without_a_failure(outbox_relay):
     started = outbox_relay("--workers", "2")
     started.wait_for_log("workers started")
@@ -42,7 +33,7 @@ def test_workers_that_have_hardly_begun_end_without_a_failure(outbox_relay):
 
 def test_workers_end_with_the_process_that_started_them(outbox_postgres, outbox_kafka, order, workers):
     """However that ends: what starts it again starts as many workers beside them."""
-    write_to(order, outbox_postgres.url)
+    write(outbox_postgres.url, [Event(order[0], f"k{n % 50}", "T", {"n": n}) for n in range(500)])
     children = psutil.Process(workers.pid).children()
     workers.kill()
     _, alive = psutil.wait_procs(children, timeout=60 * patience())

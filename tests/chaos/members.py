@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 import confluent_kafka
 import psycopg
 from confluent_kafka import Consumer, KafkaException, TopicPartition
+from nursery import Forked, Nursery
 
 from chaos.checker import Verdict
 from chaos.course import Course, Fault
@@ -67,18 +68,24 @@ _KAFKA: Final = {
 }
 
 
+Process = subprocess.Popen[bytes] | Forked
+
+
 class Members:
     """Processes of the inbox and of `outbox consume --continuous`, of the transformer and of `outbox external run`.
 
     Each is replaced when it ends. They reach the servers as relays do, by the proxies.
     """
 
-    def __init__(self, stage: Stage, folder: Path, course: Course, mutation: str = "none") -> None:
+    def __init__(
+        self, stage: Stage, folder: Path, course: Course, mutation: str = "none", nursery: Nursery | None = None
+    ) -> None:
         self._stage = stage
         self._folder = folder
         self._url = stage.url
         self._topics = stage.first_topics
         self._mutation = mutation
+        self._nursery = nursery
         self._transform_group = stage.topics.name("results")
         self._roles = {"inbox": _ROLES, "spark": _WITH_SPARK, "both": _ALL}[course.configuration.consumers]
         # Of those that have their positions in Postgres.
@@ -89,7 +96,7 @@ class Members:
         self._opened = ExitStack()
         self._provider = ChaosProvider(course.seed)
         self._started = 0
-        self.present: list[subprocess.Popen[bytes]] = []
+        self.present: list[Process] = []
 
     def __enter__(self) -> Self:
         db.upgrade_consumer(self._url)
@@ -213,7 +220,7 @@ class Members:
                 verdict.found("applied_late", f"payments: {event_id} reached the provider after a later one of {line}")
             last[tuple(line)] = at
 
-    def _start(self, number: int) -> subprocess.Popen[bytes]:
+    def _start(self, number: int) -> Process:
         role = self._roles[number]
         self._started += 1
         log = self._opened.enter_context((self._folder / f"member-{self._started}-{role}.log").open("wb"))
@@ -229,6 +236,8 @@ class Members:
             DELIVERY: self._delivery,
             JOB_GROUP: self._groups[-1],
         }
+        if self._nursery is not None and role != "spark":
+            return self._nursery.fork(self._words(number), environment, Path.cwd(), Path(log.name))
         # A group of its own: Spark has children.
         return subprocess.Popen(
             [sys.executable, *self._words(number)], stdout=log, stderr=log, env=environment, start_new_session=True
@@ -304,9 +313,11 @@ def _place(text: str) -> tuple[Place, int]:
     return (topic, int(partition)), int(offset)
 
 
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a member and its children."""
-    if process.poll() is None:
+def _signal(process: Process, number: int) -> None:
+    """Send a signal to a member and its children, which only Spark has."""
+    if isinstance(process, Forked):
+        process.signal(number)
+    elif process.poll() is None:
         os.killpg(process.pid, number)
 
 

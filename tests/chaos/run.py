@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import confluent_kafka
 import psycopg
+from nursery import Nursery
+from nursery import relays as relays_from
 
 from chaos.audit import compare_with_audit
 from chaos.checker import EXACTLY_ONCE, LossBound, RepeatBound, Verdict, check
@@ -142,13 +144,17 @@ def run(
     mutation: str = "none",
     observer: Observer = lambda *_: nullcontext(),
     *,
+    nursery: Nursery | None = None,
     keep: bool = False,
 ) -> Result:
-    """Carry a course out, in a folder for the logs, which is removed again when all is well, except with ``keep``."""
+    """Carry a course out, in a folder for the logs, which is removed again when all is well, except with ``keep``.
+
+    nursery  what relays and members are forked from; None: each is a program that is executed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     say(str(course))
     with ExitStack() as opened:
-        result = _Run(course, site, folder, opened, mutation, observer).carry_out()
+        result = _Run(course, site, folder, opened, mutation, observer, nursery).carry_out()
     if result.sound and mutation == "none" and not keep:
         shutil.rmtree(folder)
     return result
@@ -156,13 +162,21 @@ def run(
 
 class _Run:
     def __init__(
-        self, course: Course, site: KafkaSite, folder: Path, opened: ExitStack, mutation: str, observer: Observer
+        self,
+        course: Course,
+        site: KafkaSite,
+        folder: Path,
+        opened: ExitStack,
+        mutation: str,
+        observer: Observer,
+        nursery: Nursery | None,
     ) -> None:
         self.course = course
         self.folder = folder
         self.opened = opened
         self.mutation = mutation
         self.observer = observer
+        self.nursery = nursery
         self.stage = Stage(course, site, opened)
         self.steps = folder / "steps.jsonl"
         self.seen: dict[Place, list[str]] = {}
@@ -173,7 +187,9 @@ class _Run:
         part = _PART_WITH_THREE_BROKERS if course.configuration.brokers > 1 else 1.0
         pace = Pace(course.configuration.rate or part * most, part * _BYTES_A_SECOND)
         clock = Clock()
-        factory = self.opened.enter_context(_quiet(RelayFactory(self._no_url, self._no_url, self.folder)))
+        given = self._no_url, self._no_url, self.folder
+        factory = relays_from(self.nursery, *given) if self.nursery else RelayFactory(*given)
+        self.opened.enter_context(_quiet(factory))
         with (
             Workload(course, self.stage.kinds, self.stage.ids, self.stage.url, pace) as load,
             RecoveryWatch(self.stage.url, STEADY, pace, lambda: load.attempted, clock) as watch,
@@ -182,7 +198,8 @@ class _Run:
             reader.follow(self.stage.first_topics)
             env = {VARIABLE: str(self.steps)} if course.configuration.traces else {}
             relays = Relays(factory, course, self.stage.settings, self.mutation, env)
-            members = self.opened.enter_context(Members(self.stage, self.folder, course, self.mutation))
+            members = Members(self.stage, self.folder, course, self.mutation, self.nursery)
+            self.opened.enter_context(members)
             strangers = self.opened.enter_context(Strangers(self.stage, course))
             effects = EffectWatch(self.stage.url, self.stage.ids, pace, lambda: load.attempted, clock)
             self.opened.enter_context(effects)

@@ -65,6 +65,13 @@ class KafkaSite:
         self.cluster: KafkaCluster
         self.proxies: list[KafkaProxy] = []
 
+    @classmethod
+    def on(cls, cluster: KafkaCluster, *proxies: KafkaProxy) -> Self:
+        """Return a site on brokers that run already, behind these proxies. It does not end them."""
+        site = cls(len(proxies))
+        site.cluster, site.proxies = cluster, list(proxies)
+        return site
+
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             self.proxies = [opened.enter_context(KafkaProxy()) for _ in range(self._brokers)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import connector
 import pytest
+import warm_daemon
 from bench import PLAIN_SPARK, Bench, Consumer, Driver
 
 from outbox.sandbox._ports import free_ports
@@ -22,7 +23,8 @@ CONNECT_PORT = "spark.connect.grpc.binding.port"
 
 @pytest.fixture(autouse=True)
 def _plain_spark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the processes of these tests have the session's settings too. Those of tests/acceptance have Spark's own."""
+    """Let the processes of these tests have the session's settings too. Those of tests/acceptance have Spark's own,
+    but for test_demo.py's."""
     monkeypatch.setenv("JDK_JAVA_OPTIONS", PLAIN_SPARK, prepend=" ")
 
 
@@ -30,7 +32,7 @@ def _plain_spark(monkeypatch: pytest.MonkeyPatch) -> None:
 def spark(of_group) -> Any:
     """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon. Its group has one.
 
-    A shuffle has four partitions, two for each core: all 16 that the consumer sets would be a task and a worker each.
+    A shuffle has two partitions, one for each core: all 16 that the consumer sets would be a task and a worker each.
     """
     return of_group.once(_session)
 
@@ -42,14 +44,16 @@ def _session() -> Iterator[Any]:
     from spark_jobs.spark import session
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
-    with pytest.MonkeyPatch.context() as changed:
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(connector.__file__).parent), prepend=os.pathsep)
+        changed.setenv(warm_daemon.SOCKET, stack.enter_context(warm_daemon.serving()))
         changed.setenv("JDK_JAVA_OPTIONS", PLAIN_SPARK, prepend=" ")
         jars = ",".join(map(str, [*connector.fetch(), *_lake("delta"), *_lake("iceberg")]))
-        conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "4"}
+        conf = {"spark.jars": jars, "spark.python.daemon.module": "warm_daemon", "spark.sql.shuffle.partitions": "2"}
         # Nothing listens there before `connect`.
         conf |= {"spark.connect.grpc.binding.address": "127.0.0.1", CONNECT_PORT: str(free_ports(1)[0])}
         started = session.start("tests", conf=conf)
+        warm = stack.pop_all()
     yield started
     # Its JVM too, which would be there as long as this process: pyspark keeps it for the next session.
     gateway = SparkContext._gateway
@@ -57,6 +61,7 @@ def _session() -> Iterator[Any]:
     gateway.shutdown()
     gateway.proc.stdin.close()
     gateway.proc.wait(60)
+    warm.close()
     SparkContext._gateway = SparkContext._jvm = None
 
 

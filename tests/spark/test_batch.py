@@ -25,7 +25,7 @@ from spark_jobs.task.reader import ReaderSettings
 
 pytestmark = pytest.mark.spark
 
-REPEATS = 5_000
+REPEATS = 3_000
 SETUP = "CREATE TABLE IF NOT EXISTS sums (kind int, n bigint, messages bigint, round int GENERATED ALWAYS AS IDENTITY)"
 STAGED = "SELECT relname FROM pg_class WHERE relname LIKE 'staged%' AND relkind = 'r'"
 

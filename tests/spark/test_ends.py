@@ -22,7 +22,7 @@ def names(orders: int) -> list[str]:
 
 def test_once_gives_up_without_its_sink_and_the_next_run_goes_on(bench):
     """In the middle of its rounds. Without Kafka: below."""
-    seqs, orders = 60, 50
+    seqs, orders = 40, 50
     bench.orders(names(orders), range(1, seqs + 1))
     address = urlsplit(bench.database.url)
 
@@ -36,9 +36,9 @@ def test_once_gives_up_without_its_sink_and_the_next_run_goes_on(bench):
                 proxy.stop()
 
         through = bench.database.url.replace(f"{address.hostname}:{address.port}", proxy.address)
-        options = Options(through, {"bootstrap.servers": bench.topics.bootstrap_servers}, patience=5.0, max_records=20)
+        options = Options(through, {"bootstrap.servers": bench.topics.bootstrap_servers}, patience=3.0, max_records=20)
         with (
-            pytest.raises(ConsumerUnavailable, match=r"gave up after 5 s; nothing is lost, .*127\.0\.0\.1"),
+            pytest.raises(ConsumerUnavailable, match=r"gave up after 3 s; nothing is lost, .*127\.0\.0\.1"),
             Runner(bench.spark, bench.job, options, heard) as runner,
         ):
             runner.once(threading.Event())
@@ -59,9 +59,9 @@ def test_a_question_that_nobody_answers_is_a_part_of_the_patience(bench, silent)
         url = bench.database.url
         if silent == "Postgres":
             url = url.replace(f"{address.hostname}:{address.port}", nobody.address)
-        options = Options(url, {"bootstrap.servers": kafka}, patience=3.0)
+        options = Options(url, {"bootstrap.servers": kafka}, patience=2.0)
         with (
-            pytest.raises(ConsumerUnavailable, match="gave up after 3 s; nothing is lost"),
+            pytest.raises(ConsumerUnavailable, match="gave up after 2 s; nothing is lost"),
             Runner(bench.spark, bench.job, options, lambda text, _: reports.append(text)) as runner,
         ):
             runner.once(threading.Event())

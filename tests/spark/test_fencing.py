@@ -21,10 +21,17 @@ from support import wait_until
 from outbox.consumer.errors import Fenced
 from spark_jobs import OffsetsOnly
 from spark_jobs.job import ConsumerJob
+from spark_jobs.postgres import lock_monitor
 
 pytestmark = pytest.mark.spark
 
 PATIENCE = 240.0
+
+
+@pytest.fixture(autouse=True)
+def _soon_told(monkeypatch) -> None:
+    """What blocks a group is looked for every second, and not every five."""
+    monkeypatch.setattr(lock_monitor, "CHECK_SECONDS", 1.0)
 
 
 @dataclass

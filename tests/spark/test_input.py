@@ -1,13 +1,14 @@
-"""A task commits only what it has seen the end of: 25,000 messages in a partition, and a fault behind the first 10,000.
+"""A task commits only what it has seen the end of: three batches in a partition, and a fault behind the first one.
 
-Spark hands rows over in batches of 10,000. When something upstream of the task fails, the task sees the end of its rows
-at the next border between two batches, as if they had all come (spark_jobs.task.input). A task that reads Kafka itself
-(spark_jobs.task.reader) has parts of 10,000 too; its own faults, on a real broker, are in
+Spark hands rows over in batches, here of 1,000. When something upstream of the task fails, the task sees the end of its
+rows at the next border between two of them, as if they had all come (spark_jobs.task.input). A task that reads Kafka
+itself (spark_jobs.task.reader) has parts of 10,000; its own faults, on a real broker, are in
 tests/integration/spark_jobs/task/test_reader_failures.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,18 +33,28 @@ from spark_jobs.task import input as task_input
 pytestmark = pytest.mark.spark
 
 MESSAGES = 25_000
-FAULT = 15_000
-IN_THE_THIRD = 22_000
-"""In the third batch of 10,000: the task gets the first one when Spark has the first row of the second."""
+FEW = 3_000
+"""Of a topic whose rows Spark hands over."""
+
+
+def bad_of(messages: int) -> int:
+    """Return the place of the fault in the second batch."""
+    return messages * 60 // 100
+
+
+def in_the_third(messages: int) -> int:
+    """Return one in the third batch: the task gets the first one when Spark has the first row of the second."""
+    return messages * 88 // 100
 
 
 @pytest.fixture(scope="module")
-def topics(outbox_kafka_cluster) -> Iterator[dict[str, str]]:
-    """Two topics of one partition with the same numbers: ``good``, and ``bad``, where one message is no JSON."""
+def topics(outbox_kafka_cluster) -> Iterator[dict[tuple[str, int], str]]:
+    """Topics of one partition with the same numbers: ``good``, and ``bad``, where one message is no JSON."""
     with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
-        names = {name: made.create_topic(made.name(name), 1) for name in ("good", "bad")}
-        for name, topic in names.items():
-            values = (b"no JSON" if (name, n) == ("bad", FAULT) else {"n": n} for n in range(MESSAGES))
+        kinds = itertools.product(("good", "bad"), (MESSAGES, FEW))
+        names = {(name, count): made.create_topic(made.name(f"{name}-{count}"), 1) for name, count in kinds}
+        for (name, count), topic in names.items():
+            values = (b"no JSON" if (name, n) == ("bad", bad_of(count)) else {"n": n} for n in range(count))
             produce(made.bootstrap_servers, topic, ((value, str(n % 100)) for n, value in enumerate(values)))
         yield names
 
@@ -64,15 +75,16 @@ def job(bench: Bench, topic: str, way: str, transform: Transform | None, schema:
     return ConsumerJob("input", (topic,), schema=schema, setup=setup, transform=transform, **WAYS[way])
 
 
-def check(bench: Bench, *, dead: int) -> None:
+def check(bench: Bench, messages: int, *, dead: int) -> None:
     """Every message has one effect or is a dead letter, and the group stands at the end."""
+    applied = messages - dead
     counted = bench.rows("SELECT count(*), count(DISTINCT n), count(*) FILTER (WHERE n <> at) FROM seen")
-    assert counted == [(MESSAGES - dead, MESSAGES - dead, 0)]
+    assert counted == [(applied, applied, 0)]
     assert bench.rows("SELECT next_offset, applied, duplicates, dead FROM consumer.offsets") == [
-        (MESSAGES, MESSAGES - dead, 0, dead)
+        (messages, applied, 0, dead)
     ]
     letters = bench.rows("SELECT message_offset, reason FROM consumer.dead_letters")
-    assert letters == [(FAULT, "undecodable")] * dead
+    assert letters == [(bad_of(messages), "undecodable")] * dead
 
 
 def nothing_moved(bench: Bench) -> None:
@@ -80,12 +92,12 @@ def nothing_moved(bench: Bench) -> None:
     assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
 
 
-@pytest.mark.parametrize(("way", "transform"), [("direct", None), ("partition", "same")])
-def test_a_message_that_does_not_decode_costs_one_row(bench, topics, way, transform):
-    made = job(bench, topics["bad"], way, (lambda rows: rows) if transform else None)
+@pytest.mark.parametrize(("way", "transform", "messages"), [("direct", None, MESSAGES), ("partition", "same", FEW)])
+def test_a_message_that_does_not_decode_costs_one_row(bench, small_batches, topics, way, transform, messages):
+    made = job(bench, topics["bad", messages], way, (lambda rows: rows) if transform else None)
     totals = bench.once(made)
-    assert (totals.applied, totals.dead) == (MESSAGES - 1, 1)
-    check(bench, dead=1)
+    assert (totals.applied, totals.dead) == (messages - 1, 1)
+    check(bench, messages, dead=1)
 
 
 def by_udf(passed: Callable[[Any], Any]) -> Transform:
@@ -147,39 +159,43 @@ def test_a_running_session_has_what_the_consumer_counts_on(spark):
 
 
 @pytest.mark.parametrize("way", ["direct", "batch"])
-def test_where_the_end_can_not_be_checked_nothing_is_committed(bench, topics, monkeypatch, way):
+def test_where_the_end_can_not_be_checked_nothing_is_committed(bench, small_batches, topics, monkeypatch, way):
     given_by(monkeypatch, elsewhere())
     with pytest.raises(JobError, match=r"can't be checked.*remove spark\.python\.worker\.module"):
-        bench.once(job(bench, topics["good"], way, lambda rows: rows))
+        bench.once(job(bench, topics["good", FEW], way, lambda rows: rows))
     nothing_moved(bench)
 
 
 @pytest.mark.parametrize("way", ["direct", "batch"])
-def test_a_transform_that_fails_moves_nothing_and_the_next_run_completes(bench, topics, monkeypatch, tmp_path, way):
+def test_a_transform_that_fails_moves_nothing_and_the_next_run_completes(
+    bench, small_batches, topics, monkeypatch, tmp_path, way
+):
     """All tries of the task fail and end the job; in the next run one try does, and the next try has all rows.
 
     A worker that is killed: test_offsets_only.py.
     """
     broken, failed, seen = (tmp_path / name for name in ("broken", "failed", "seen"))
     broken.touch()
+    topic = topics["good", FEW]
     with pytest.raises(EffectFailed, match="RuntimeError: the transform fails here"):
-        bench.once(job(bench, topics["good"], way, by_udf(fault_at(IN_THE_THIRD, while_there=broken))))
+        bench.once(job(bench, topic, way, by_udf(fault_at(in_the_third(FEW), while_there=broken))))
     nothing_moved(bench)
     broken.unlink()
     given_by(monkeypatch, announcing(seen))
-    totals = bench.once(job(bench, topics["good"], way, by_map(fault_at(FAULT, once=failed, seen=seen))))
-    assert (failed.exists(), totals.applied) == (True, MESSAGES)
-    check(bench, dead=0)
+    totals = bench.once(job(bench, topic, way, by_map(fault_at(in_the_third(FEW), once=failed, seen=seen))))
+    assert (failed.exists(), totals.applied) == (True, FEW)
+    check(bench, FEW, dead=0)
 
 
 def test_a_task_that_reads_kafka_itself_fails_in_its_third_part(bench, topics, tmp_path):
     """All tries of it, in the first run. Then one does, in the middle of its transaction, and the next has all rows."""
     broken, once = tmp_path / "broken", tmp_path / "once"
     broken.touch()
+    topic, at = topics["good", MESSAGES], in_the_third(MESSAGES)
     with pytest.raises(EffectFailed, match="RuntimeError: the transform fails here"):
-        bench.once(job(bench, topics["good"], "direct", None, reading(fault_at(IN_THE_THIRD, while_there=broken))))
+        bench.once(job(bench, topic, "direct", None, reading(fault_at(at, while_there=broken))))
     nothing_moved(bench)
-    passed = ending_the_session(IN_THE_THIRD, once, bench.database.url)
-    totals = bench.once(job(bench, topics["good"], "direct", None, reading(passed)))
+    passed = ending_the_session(at, once, bench.database.url)
+    totals = bench.once(job(bench, topic, "direct", None, reading(passed)))
     assert (once.exists(), totals.applied) == (True, MESSAGES)
-    check(bench, dead=0)
+    check(bench, MESSAGES, dead=0)

@@ -102,7 +102,7 @@ def test_from_a_bad_message_to_its_effect_and_two_signals(bench, desk):
     bench.run(JOB.split("'''")[1])
     bench.run(SANE)
     consumer = desk.consumer
-    consumer.start("--continuous", OUTBOX_CONSUMER__READY_SECONDS="5", PYTHONPROFILEIMPORTTIME="1")
+    consumer.start("--continuous", OUTBOX_CONSUMER__READY_SECONDS="3", PYTHONPROFILEIMPORTTIME="1")
     is_ready(bench, desk)
 
     bench.send("a", 1)

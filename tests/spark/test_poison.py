@@ -71,7 +71,7 @@ def test_a_message_that_ends_the_worker_is_named(bench, topic):
     with pytest.raises(
         BadMessage, match=f"{topic}-0 offset {FAULT} can't be applied: by itself it failed 3 times"
     ) as bad:
-        bench.once(made, driver_records=0, verdict_seconds=1.0, max_backoff_seconds=0.2)
+        bench.once(made, driver_records=0, verdict_seconds=0.1, max_backoff_seconds=0.1)
     assert "Python worker exited unexpectedly" in str(bad.value)
     assert f"outbox offsets set poison {topic} 0 {FAULT + 1} --skip" in str(bad.value)
     applied(bench)
@@ -86,7 +86,7 @@ def test_an_error_that_passes_is_waited_for_and_not_blamed_on_a_message(bench, d
     with psycopg.connect(bench.database.url) as holder:
         holder.execute("LOCK TABLE seen IN ACCESS EXCLUSIVE MODE")
         bench.limit("lock_timeout", "20ms")
-        driver = drive(bench.runner(job(topic), driver_records=0, max_backoff_seconds=0.2))
+        driver = drive(bench.runner(job(topic), driver_records=0, max_backoff_seconds=0.1))
         # More than it takes to come down to single messages.
         wait_until(lambda: len(waits(bench)) > 20, 120, "many failures")
         holder.rollback()
@@ -105,7 +105,7 @@ def test_a_message_that_always_runs_into_the_statement_limit_is_named_and_the_ot
     slow = f"{PLAIN}; SELECT pg_sleep(20) FROM batch WHERE message_part = 0 AND n = {FAULT}"
     bench.limit("statement_timeout", "1s")
     behind: list[dict[tuple[str, int], int]] = []
-    runner = bench.runner(job(topic, slow), driver_records=0, verdict_seconds=0.1, max_backoff_seconds=0.2)
+    runner = bench.runner(job(topic, slow), driver_records=0, verdict_seconds=0.1, max_backoff_seconds=0.1)
     runner._lagging = lambda offsets, _turn: behind.append(offsets)
     driver = drive(runner)
     report = "a partition stands still"

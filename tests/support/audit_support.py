@@ -19,7 +19,7 @@ from inbox_member import FAST
 from inbox_support import Running
 from rows_and_roles import execute, login_role
 from spans import relay
-from support import drained, look_up, order, wait_until, write
+from support import carry_out, drained, look_up, order, wait_until, write
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
@@ -140,8 +140,7 @@ class Pipeline:
         return look_up(self.database.url, query)
 
     def run(self, statement: str) -> None:
-        with psycopg.connect(self.database.url) as connection:
-            connection.execute(statement)
+        carry_out(self.database.url, statement)
 
     def produce(self, topic: str | None = None, **values: Any) -> None:
         producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers})

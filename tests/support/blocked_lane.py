@@ -1,4 +1,4 @@
-"""A lane with 40,000 events behind a blocked key. Fixtures in here are for import."""
+"""A lane with 25,000 events behind a blocked key. Fixtures in here are for import."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
 from relay.settle.retries import Failures
 
-WAITING = 40_000
-"""Eight windows of a sweep, and far more than a turn reads."""
+WAITING = 25_000
+"""Five windows of a sweep, and far more than a turn reads."""
 NOT_DUE = tried(1000, 3600.0, 3600.0)
 """What fails is tried again after the test."""
 
@@ -46,7 +46,7 @@ def quick_marks(monkeypatch):
 
 
 class Blocked:
-    """A lane whose first event is refused, with 40,000 later events of its key. Counts what turns read."""
+    """A lane whose first event is refused, with 25,000 later events of its key. Counts what turns read."""
 
     def __init__(self, database: Database, kept: KeptMarks) -> None:
         self.database = database

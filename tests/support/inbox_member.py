@@ -33,13 +33,15 @@ POINTS = {
 }
 
 INSERT = "INSERT INTO effects (topic, part, at, key, n, member) VALUES (%s, %s, %s, %s, %s, %s)"
-# Waits for nothing, and gives up nothing while a slow machine stalls.
-FAST = {"fetch.wait.max.ms": 20, "session.timeout.ms": 6000}
+# Waits for nothing, and gives up nothing while a slow machine stalls. Of a rebalance it hears by a heartbeat.
+FAST = {"fetch.wait.max.ms": 20, "session.timeout.ms": 6000, "heartbeat.interval.ms": 500}
 
 
 def with_fast(kafka: Mapping[str, Any]) -> dict[str, Any]:
     """These options and FAST. With the protocol ``consumer``, the broker chooses how long a session is."""
-    broker_chooses = {"session.timeout.ms"} if kafka.get("group.protocol") == "consumer" else set()
+    broker_chooses = (
+        {"session.timeout.ms", "heartbeat.interval.ms"} if kafka.get("group.protocol") == "consumer" else set()
+    )
     return {name: value for name, value in FAST.items() if name not in broker_chooses} | dict(kafka)
 
 

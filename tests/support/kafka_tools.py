@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from class_archives import ARCHIVES, QUIET
+
 from outbox.sandbox import jars
 from outbox.sandbox.java import java
 from release.jars import Roots, resolve
 
 LOCK: Final = Path(__file__).with_name("kafka_tools.lock")
+ARCHIVE: Final = (f"-XX:SharedArchiveFile={ARCHIVES['kafka']}", *QUIET) if ARCHIVES["kafka"].exists() else ()
 _BROKER: Final = next(jar.version for jar in jars.locked(jars.KAFKA) if jar.artifact == "kafka-server")
 ROOTS: Final[Roots] = {
     # The broker's jars have everything else that the command needs.
@@ -26,7 +29,9 @@ ROOTS: Final[Roots] = {
 def kafka_transactions(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run ``kafka-transactions.sh`` with these arguments."""
     path = os.pathsep.join(map(str, [*jars.fetch(jars.KAFKA), *jars.fetch("tools", lock=LOCK)]))
-    command = [java(), "-cp", path, "org.apache.kafka.tools.TransactionsCommand", *arguments]
+    # A short run spends most of its time in the compiler, and on loading classes: most of them are the broker's.
+    short = ["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", *ARCHIVE]
+    command = [java(), *short, "-cp", path, "org.apache.kafka.tools.TransactionsCommand", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Forked:
-    """One process, as ``outbox.sandbox._process.Supervised`` shows its own."""
+    """One process, as ``outbox.sandbox._process.Supervised`` shows its own, and with what Popen has in common."""
 
     def __init__(self, pid: int) -> None:
         from outbox.sandbox._process import psutil_process
@@ -59,13 +59,19 @@ class Forked:
     def exit_code(self) -> int | None:
         return self._exit_code
 
+    def poll(self) -> int | None:
+        return self._exit_code
+
     def signal(self, number: int) -> None:
         from outbox.sandbox._process import send
 
         if self._child is not None and not self._ended.is_set():
             send(self._child, number)
 
-    def wait(self, timeout: float) -> bool:
+    def terminate(self) -> None:
+        self.signal(signal.SIGTERM)
+
+    def wait(self, timeout: float | None = None) -> bool:
         return self._ended.wait(timeout)
 
     def end(self, code: int) -> None:

@@ -31,8 +31,9 @@ GROUP = "billing"
 class Driver:
     """A group that reads one topic."""
 
-    def __init__(self, database, topics, partitions: int = 2) -> None:
+    def __init__(self, database, topics, partitions: int = 2, group: str = GROUP) -> None:
         self.database = database
+        self.group = group
         self.url = database.url
         self.topics = topics
         self.topic = topics.create_topic(topics.name("orders"), partitions)
@@ -41,7 +42,7 @@ class Driver:
         self.runner = self.start()
 
     def start(self, most: int = 200_000, **declared) -> Runner:
-        job = ConsumerJob(group=GROUP, topics=[self.topic], effect="SELECT 1", **declared)
+        job = ConsumerJob(group=self.group, topics=[self.topic], effect="SELECT 1", **declared)
         kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
         options = Options(self.url, kafka, max_records=most, patience=30.0)
         return Runner(None, job, options, lambda text, figures: self.reports.append(text))
@@ -117,7 +118,7 @@ class Driver:
         )
 
     def generation(self) -> int:
-        [(generation,)] = self.rows("SELECT generation FROM consumer.groups WHERE grp = %s", GROUP)
+        [(generation,)] = self.rows("SELECT generation FROM consumer.groups WHERE grp = %s", self.group)
         return generation
 
     def audit(self):
@@ -128,7 +129,8 @@ class Driver:
         return Offsets(self.database.connect(autocommit=True), "consumer", view)
 
     def shown_to_kafka(self) -> dict[int, int]:
-        answer = self.admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(GROUP)])[GROUP].result(30)
+        asked = self.admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(self.group)])
+        answer = asked[self.group].result(30)
         return {at.partition: at.offset for at in answer.topic_partitions if at.topic == self.topic}
 
     def command(self, *arguments: str):

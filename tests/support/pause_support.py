@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from typing import Any, Self
@@ -19,7 +20,7 @@ from relay.operations import pauses
 from relay.operations.drain import Drain, DrainProgress
 from relay.wal.lane_hash import lane_of
 
-WAYS = ("polling, at least once", "polling, exactly once", "WAL, at least once", "WAL, exactly once")
+WAYS = ("polling, at least once", "polling, exactly once", "WAL, exactly once")
 
 
 class TwoKinds(Load):
@@ -79,6 +80,10 @@ class Published:
     def besides(self, scope: Scope) -> int:
         """Return how many do not."""
         return sum(not self._belongs(message, scope) for message in self.messages())
+
+    def by_lane(self, lanes: Collection[int]) -> Counter[int]:
+        """Return how many messages each of these lanes has."""
+        return Counter(lane for message in self.messages() if (lane := self.lane(message.key().decode())) in lanes)
 
     def all_of(self, load: TwoKinds) -> list[Message]:
         """Wait until everything that was committed is published."""

@@ -144,10 +144,10 @@ class Outboxed:
                 Outbox().add_many(connection, [Event(self.strict, key, "T", os.urandom(size)) for key in KEYS])
 
     def write_all(self) -> None:
-        """Write 2,000 events with the poisoned ones in the middle."""
-        self.write(1000, first=2000)
+        """Write 1,000 events with the poisoned ones in the middle."""
+        self.write(500, first=1000)
         self.poison()
-        self.write(1000, first=3000)
+        self.write(500, first=1500)
 
     def run(self, query: str, *values: object) -> list[tuple[Any, ...]]:
         return look_up(self.url, query, *values)

@@ -12,16 +12,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import impatient
 import nursery
-import psycopg
 import pytest
 from confluent_kafka import Producer
 from raw_kafka import UNVERIFIED, HangingTransaction
-from support import IMPATIENT
+from support import IMPATIENT, carry_out
+from typer.testing import CliRunner
 
 from outbox._app import migrate as db
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
+from relay.cli.app import app
 from relay.core.marker import Marker
 from relay.kafka.offsets import Offsets
 from relay.kafka.state_topic import StateTopic
@@ -43,6 +45,8 @@ class Outbox:
     """A database, a Kafka and a name; written to and read from past the relay."""
 
     program: Sequence[str] = ("-m", "relay.cli")
+    decide_seconds = 1.0
+    """How long commands with less patience, see impatient.py, wait for the end of a transaction."""
 
     def __init__(self, database, kafka: Topics, lanes: int) -> None:
         self.url = database.url
@@ -55,9 +59,7 @@ class Outbox:
         self.state.require(lanes)
 
     def run(self, query: str, *values: object) -> list[tuple]:
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            cursor = connection.execute(query, values)
-            return cursor.fetchall() if cursor.description is not None else []
+        return carry_out(self.url, query, values)
 
     def add(self, kind: int, key: str, events: int) -> None:
         """Add events of one key: they have one lane."""
@@ -129,16 +131,28 @@ class Outbox:
     def command(
         self, *arguments: str, failpoints: str = "", settings: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")} | {
+        """Run a command: in this process, but for one that fails on purpose."""
+        environment = {
             "OUTBOX_DATABASE_URL": self.url,
             "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
             "OUTBOX_NAME": self.name,
-            "OUTBOX_FAILPOINTS": failpoints,
             **{f"OUTBOX_{name}": value for name, value in (settings or {}).items()},
         }
-        done = nursery.run([*self.program, *arguments], environment)
-        assert "Traceback" not in done.stderr, done.stderr
-        return done
+        others = {name: value for name, value in os.environ.items() if name.startswith("OUTBOX_")}
+        if failpoints:
+            inherited = {name: value for name, value in os.environ.items() if name not in others}
+            environment["OUTBOX_FAILPOINTS"] = failpoints
+            done = nursery.run([*self.program, *arguments], inherited | environment)
+            assert "Traceback" not in done.stderr, done.stderr
+            return done
+        with pytest.MonkeyPatch.context() as patch:
+            if self.program == IMPATIENT:
+                for changed, name, value in impatient.changes(reconcile=True, decide=self.decide_seconds):
+                    (patch.setitem if isinstance(changed, dict) else patch.setattr)(changed, name, value)
+            here = CliRunner().invoke(app, arguments, env={**dict.fromkeys(others), **environment})
+        if not isinstance(here.exception, SystemExit | None):
+            raise here.exception
+        return subprocess.CompletedProcess(arguments, here.exit_code, here.stdout, here.stderr)
 
 
 @pytest.fixture
@@ -223,4 +237,5 @@ def relay_settings(outbox: Outbox) -> dict[str, object]:
         "name": outbox.name,
         "delivery": "exactly-once",
         "relay__lease_seconds": 5,
+        "relay__max_backoff_seconds": 0.5,
     }

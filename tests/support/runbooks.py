@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import psycopg
 from docs_support import ROOT, anchor, blocks
 from kafka_tools import kafka_transactions
+from nursery import NURSERY
+from support import wait_until
 from typer.testing import CliRunner
 
 from outbox.testing.fixtures import RelayProcess
@@ -145,13 +149,14 @@ class Operator:
         assignments, words = self._words(command, {})
         environment = os.environ | self._environment | assignments
         environment |= {"OUTBOX_DATABASE_URL": self.monitor, "PYTHONUNBUFFERED": "1"}
-        program = [sys.executable, "-m", "relay.cli", *words[1:]]
-        with subprocess.Popen(program, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None
+        with tempfile.TemporaryDirectory(prefix="outbox-watched-") as folder:
+            out = Path(folder, "out")
+            process = NURSERY.fork(["-m", "relay.cli", *words[1:]], environment, Path.cwd(), out)
             try:
-                assert any(until(line) for line in process.stdout), "it ended"
+                wait_until(lambda: any(map(until, out.read_text().splitlines())), what="a line of it")
             finally:
-                process.terminate()
+                process.signal(signal.SIGTERM)
+                process.wait(30)
 
     def query(self, part: str, **values: object) -> list[dict[str, Any]]:
         """Return the rows of the section's query that has this text in it, as one who may only look sees them."""

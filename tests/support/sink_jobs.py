@@ -68,7 +68,6 @@ def _counts(cursor: psycopg.Cursor[Any], _: Any) -> None:
 
 numbers = ConsumerJob("numbers", effect=_numbers, setup=SEEN)
 plain = ConsumerJob("numbers", effect=EFFECT, setup=SEEN)
-checked = ConsumerJob("numbers", effect=EFFECT, setup="CREATE TABLE IF NOT EXISTS seen (n bigint CHECK (n <> 4))")
 moving = ConsumerJob("numbers", effect=EFFECT, transform=lambda rows: rows)
 typed = ConsumerJob(
     "typed",
@@ -104,7 +103,6 @@ class TroubledWriter(OutboxWriter):
 
     def commit(self, messages: Any, batchId: int) -> None:  # noqa: N803
         url = self.plan.url
-        self._come("commit dies before")
         if comes(url, "rows are lost"):
             with psycopg.connect(url) as connection:
                 table = sql.Identifier(self.plan.schema, messages[0].table)
@@ -112,8 +110,8 @@ class TroubledWriter(OutboxWriter):
         super().commit(messages, batchId)
         if comes(url, "commit runs twice"):
             super().commit(messages, batchId)
-        self._come("commit dies after", "driver dies after")
-        if comes(url, "commit fails after"):
+        self._come("commit dies after", f"commit of batch {batchId} dies after", "driver dies after")
+        if comes(url, "commit fails after") or comes(url, f"commit of batch {batchId} fails after"):
             raise Planned
 
     def _come(self, *troubles: str) -> None:

@@ -1,16 +1,22 @@
-"""A real Spark standalone cluster on loopback: a master and two workers, each with a core, as processes of our own."""
+"""A real Spark standalone cluster on loopback: a master and two workers, each with a core, in one JVM of our own.
+
+Each would take a JVM, and another one to find its options; what the tests kill are the executors, which have theirs.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 import pyspark
+from py4j.java_gateway import GatewayParameters, JavaGateway
 from support import wait_until
 
 from outbox.sandbox._ports import free_ports
@@ -26,20 +32,19 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        rpc, self._web, *self._worker_ports = free_ports(6)
-        self.url = f"spark://127.0.0.1:{rpc}"
-        self._rpc = rpc
-        self._processes: list[Supervised] = []
+        self._rpc, self._web, self._gateway, *self._worker_ports = free_ports(7)
+        self.url = f"spark://127.0.0.1:{self._rpc}"
+        self._process: Supervised | None = None
 
     def __enter__(self) -> Self:
         try:
-            self._start("master", "127.0.0.1", "master.Master", "--port", self._rpc, "--webui-port", self._web)
-            wait_until(lambda: self.state() is not None, 120, "the master to answer")
-            ports = iter(self._worker_ports)
-            for number, address in enumerate(_ADDRESSES):
-                sizes = ["--cores", 1, "--memory", "1g", "--work-dir", self.folder / f"work{number}"]
-                where = ["--port", next(ports), "--webui-port", next(ports)]
-                self._start(f"worker{number}", address, "worker.Worker", *where, *sizes, self.url)
+            self._start()
+            wait_until(self._answers, 120, "the JVM to answer")
+            gateway = JavaGateway(gateway_parameters=GatewayParameters(port=self._gateway, auto_convert=True))
+            try:
+                self._deploy(gateway)
+            finally:
+                gateway.close()
             wait_until(lambda: self.alive() == len(_ADDRESSES), 120, "both workers to be alive")
         except BaseException:
             self.__exit__()
@@ -47,11 +52,11 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in reversed(self._processes):
-            for executor in self._children(process):
+        if self._process is not None:
+            for executor in self.executors():
                 executor.kill()
-            process.signal(signal.SIGKILL)
-            process.wait(30)
+            self._process.signal(signal.SIGKILL)
+            self._process.wait(30)
 
     def state(self) -> dict[str, Any] | None:
         """What the master says of itself, None while it does not answer."""
@@ -68,25 +73,39 @@ class Cluster:
 
     def executors(self) -> list[psutil.Process]:
         """The executors' JVMs."""
-        return [executor for process in self._processes[1:] for executor in self._children(process)]
-
-    def _children(self, process: Supervised) -> list[psutil.Process]:
+        assert self._process is not None
         try:
-            children = psutil.Process(process.pid).children(recursive=True)
-            return [child for child in children if _is_executor(child)]
+            children = psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+        return [child for child in children if _is_executor(child)]
 
-    def _start(self, name: str, address: str, kind: str, *arguments: object) -> None:
-        folder = self.folder / name
-        folder.mkdir()
-        program = [HOME / "bin" / "spark-class", f"org.apache.spark.deploy.{kind}", "--host", address, *arguments]
+    def _start(self) -> None:
         # The executors import what is installed and what spark-submit sends, and nothing else.
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "PYSPARK", "OUTBOX_"))}
-        env |= {"SPARK_HOME": str(HOME), "SPARK_LOCAL_IP": address, "SPARK_DAEMON_MEMORY": "256m"}
-        env |= {"SPARK_NO_DAEMONIZE": "1", "SPARK_LOCAL_DIRS": str(folder)}
-        log = self.folder / f"{name}.log"
-        self._processes.append(Supervised(list(map(str, program)), log=log, env=env, cwd=folder))
+        env |= {"SPARK_HOME": str(HOME), "SPARK_LOCAL_IP": _ADDRESSES[0], "SPARK_DRIVER_MEMORY": "512m"}
+        env |= {"SPARK_LOCAL_DIRS": str(self.folder)}
+        program = [str(HOME / "bin" / "spark-class"), "py4j.GatewayServer", str(self._gateway)]
+        self._process = Supervised(program, log=self.folder / "cluster.log", env=env, cwd=self.folder)
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._gateway), 10):
+            return True
+        return False
+
+    def _deploy(self, gateway: JavaGateway) -> None:
+        """Start the master and the workers, as their own programs do."""
+        deploy = gateway.jvm.org.apache.spark.deploy
+        conf = gateway.jvm.org.apache.spark.SparkConf()
+        deploy.master.Master.startRpcEnvAndEndpoint(_ADDRESSES[0], self._rpc, self._web, conf)
+        masters = gateway.new_array(gateway.jvm.java.lang.String, 1)
+        masters[0] = self.url
+        nothing = gateway.jvm.scala.Option.empty()
+        ports = iter(self._worker_ports)
+        for number, address in enumerate(_ADDRESSES):
+            where, sizes, folder = (address, next(ports), next(ports)), (1, 1024), str(self.folder / f"work{number}")
+            name = gateway.jvm.scala.Some(number)
+            deploy.worker.Worker.startRpcEnvAndEndpoint(*where, *sizes, masters, folder, name, conf, nothing)
 
 
 def _is_executor(process: psutil.Process) -> bool:

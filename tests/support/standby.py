@@ -94,11 +94,13 @@ class Standby(PostgresServer):
         """Wait until the slot would be here after a promotion: synced, and not only for the time being.
 
         It is kept from where the primary's slot has got to a snapshot of the running transactions that was written
-        after this server began with it. Such a one is written every 15 seconds, or when it is asked for.
+        after this server began with it. Such a one is written every 15 seconds, or when it is asked for. What syncs the
+        slots rests for up to half a minute where it has found nothing to do; a reload wakes it.
         """
 
         def there() -> bool:
             ask(self.primary.url(), "SELECT pg_log_standby_snapshot()")
+            ask(self.url(), "SELECT pg_reload_conf()")
             return ask(
                 self.url(),
                 "SELECT count(*) > 0 FROM pg_replication_slots WHERE slot_name = %s AND synced AND NOT temporary",

@@ -263,7 +263,7 @@ class Outboxed:
         # Only what is written later moves a stream at rest, and lanes wait for that before they stream.
         self.stream = stream = Stream(
             lambda: StreamSession(
-                self.names, lambda: Replication(self.url, "relay"), connect, leases, max_events, heartbeat_seconds=0.2
+                self.names, lambda: Replication(self.url, "relay"), connect, leases, max_events, heartbeat_seconds=0.05
             )
         )
         failures = Failures("outbox", tried(attempts, backoff, backoff), router)

@@ -123,6 +123,13 @@ def look_up(url: str, query: str, *values: Any) -> list[tuple[Any, ...]]:
     return kept.execute(query, values or None).fetchall()
 
 
+def carry_out(url: str, statement: str, values: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
+    """Execute a statement over the same connection, and commit it. Return its rows, if it has any."""
+    look_up(url, "SELECT 1")
+    cursor = _connections[url].execute(statement, values)
+    return cursor.fetchall() if cursor.description is not None else []
+
+
 def close_connections() -> None:
     """Close what ``look_up`` keeps open. conftest.py does it after each test."""
     while _connections:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer
 from confluent_kafka.cimpl import TopicPartition
+from nursery import NURSERY, Forked
 from support import wait_until
 from threads import in_background
 
+from outbox.sandbox._process import patience
 from outbox.transform import Record, Transformer, _positions
 
 if TYPE_CHECKING:
@@ -48,7 +51,8 @@ class Place:
         self.where: dict[int, tuple[int | None, int | None]] = {}
         """Partition and offset of each number."""
         # Kept: tests ask again and again, and to make a client takes far more processor time than to ask.
-        self._reader = Consumer({**self.options, "group.id": self.group, "isolation.level": "read_uncommitted"})
+        soon = {"reconnect.backoff.max.ms": 500}
+        self._reader = Consumer({**self.options, **soon, "group.id": self.group, "isolation.level": "read_uncommitted"})
 
     def feed(
         self,
@@ -83,18 +87,26 @@ class Place:
         self, transform: Callable[[Message], Any], *, by: KafkaProxy | None = None, **options: Any
     ) -> Transformer:
         """Return a member of the group, which reaches the brokers by the proxy ``by`` if there is one."""
-        kafka = self.options if by is None else {**self.options, "bootstrap.servers": by.address}
+        # Of a rebalance it hears by a heartbeat.
+        kafka = {"heartbeat.interval.ms": 500, **self.options}
+        if by is not None:
+            kafka["bootstrap.servers"] = by.address
         return Transformer(transform, topics=[self.source], group=self.group, kafka=kafka, **options)
 
     @contextmanager
-    def process(self, batch: int = 100) -> Iterator[subprocess.Popen[bytes]]:
+    def process(self, batch: int = 100) -> Iterator[Forked]:
+        """Run a member that doubles each number, until the block ends."""
         arguments = [self.kafka.bootstrap_servers, self.source, self.target, self.group, str(batch)]
-        process = subprocess.Popen([sys.executable, str(SCRIPT), *arguments])
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+        environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])}
+        with tempfile.TemporaryDirectory(prefix="outbox-transformer-") as folder:
+            log = Path(folder, "log")
+            process = NURSERY.fork([str(SCRIPT), *arguments], environment, log.parent, log)
+            try:
+                yield process
+            finally:
+                process.signal(signal.SIGKILL)
+                process.wait(30)
+                print(log.read_text())
 
     def position(self) -> int:
         """How many messages the group has committed; what is undecided does not count."""
@@ -123,6 +135,13 @@ class Place:
         for message in self.kafka.consume(self.target, count, timeout=60):
             found.setdefault(message.key().decode(), []).append(json.loads(message.value())["n"])
         return found
+
+
+def terminate(process: Forked) -> None:
+    """Tell a member to end, which it does in order."""
+    process.signal(signal.SIGTERM)
+    assert process.wait(60 * patience())
+    assert process.exit_code == 0
 
 
 def doubled(count: int) -> dict[str, list[int]]:

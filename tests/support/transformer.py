@@ -24,7 +24,9 @@ def main(servers: str, source: str, target: str, group: str, batch: str) -> None
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     kafka = {"bootstrap.servers": servers, "session.timeout.ms": 2_500, "heartbeat.interval.ms": 500}
-    Transformer(doubled, topics=[source], group=group, kafka=kafka, batch=int(batch), transaction_seconds=6.0).run(stop)
+    # After ten seconds by default.
+    kafka["reconnect.backoff.max.ms"] = 500
+    Transformer(doubled, topics=[source], group=group, kafka=kafka, batch=int(batch), transaction_seconds=3.0).run(stop)
 
 
 if __name__ == "__main__":

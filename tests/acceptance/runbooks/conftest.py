@@ -17,8 +17,15 @@ from typer.testing import CliRunner
 from outbox.sandbox._ports import free_ports
 from outbox.testing.fixtures import RelayProcess
 from relay.cli.app import app
+from relay.operations import topic_scan
 
 LEASE = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads topics takes what is there, and does not wait a fifth of a second for more: there is none."""
+    monkeypatch.setattr(topic_scan, "_WAIT_SECONDS", 0.02)
 
 
 @pytest.fixture
@@ -85,11 +92,15 @@ def operator(section, outbox_postgres, role, monitor, outbox_relay, settings) ->
 
 
 @pytest.fixture
-def follow(section, outbox_relay, settings) -> Callable[[str], Operator]:
-    """A function that makes an operator who follows the section of the test, as the owner of a database."""
+def follow(section, outbox_relay, settings) -> Callable[..., Operator]:
+    """A function that makes an operator who follows the section of the test, as the owner of a database.
 
-    def operator(url: str) -> Operator:
-        return Operator(section, url, url, url, settings, starting(outbox_relay, settings, database_url=url))
+    Settings may be given that are those of its outbox alone.
+    """
+
+    def operator(url: str, **own: Any) -> Operator:
+        given = settings | own if own else settings
+        return Operator(section, url, url, url, given, starting(outbox_relay, given, database_url=url))
 
     return operator
 

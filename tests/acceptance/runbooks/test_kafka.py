@@ -10,6 +10,8 @@ import itertools
 import json
 import re
 
+import impatient
+import pytest
 from alerting import collected, firing, scraped
 from confluent_kafka.admin import AdminClient, NewPartitions
 from prometheus_client import CollectorRegistry
@@ -21,11 +23,17 @@ from support import end_leases, ends, logged, look_up, wait_until
 
 from outbox.testing.fixtures import Topics
 from relay.failpoints import VARIABLE
-from relay.kafka.state_topic import StateTopic
 from relay.operations.doctor import kafka
 from spark_jobs.metrics import ConsumerMetrics
 
 __all__ = ["hanging", "unverified"]
+
+
+@pytest.fixture
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands wait no longer than relays with less patience do; see impatient.py."""
+    for changed, name, value in impatient.changes(reconcile=True, decide=0.5):
+        (monkeypatch.setitem if isinstance(changed, dict) else monkeypatch.setattr)(changed, name, value)
 
 
 @of("The oldest event gets older")
@@ -192,11 +200,8 @@ def test_a_relay_has_died_in_a_transaction(operator, orders, outbox_postgres, se
 
 
 @of("A transaction is undecided")
-def test_a_transaction_hangs(operator, hanging, address, settings, monkeypatch):
+def test_a_transaction_hangs(operator, hanging, address, settings, impatience):
     """Of the lanes' last holder; the outbox still has its rows."""
-    defaults = StateTopic.__init__.__kwdefaults__
-    assert defaults is not None
-    monkeypatch.setitem(defaults, "decide_seconds", 0.5)
     hanging.hang()
     settings |= {
         "kafka__bootstrap_servers": hanging.kafka.bootstrap_servers,
@@ -215,7 +220,7 @@ def test_a_transaction_hangs(operator, hanging, address, settings, monkeypatch):
 
 
 @of("A transaction is undecided")
-def test_a_transaction_of_another_program_hangs(operator, hanging, settings):
+def test_a_transaction_of_another_program_hangs(operator, hanging, settings, impatience):
     """Nothing of the outbox ends it."""
     topic = hanging.topics[0]
     stranger = HangingTransaction(hanging.kafka.bootstrap_servers, hanging.kafka.name("stranger"))

@@ -7,24 +7,27 @@ that is there instead of the lost one is the one that test_kafka.py needs: it ha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
-import pytest
 from confluent_kafka import Producer
 from proxy import TcpProxy
 from reconcile_support import unverified
 from restored import NOW
 from runbook_support import of
-from shop import Shop, applied, in_order, outbox_of, prepare_sink
+from runbooks import Operator
+from shop import FAST, Shop, applied, in_order, prepare_sink
 from standby import Standby, ask
 from support import drained, ends, wait_until
-from wal_support import streaming
+from wal_support import streaming, to_wal
 
 from outbox._app import migrate as db
 from outbox._topics import STATE_SUFFIX
 from outbox.inbox.errors import TopicReplaced
-from outbox.testing.fixtures import Topics
+from outbox.sandbox._ports import free_ports
+from outbox.sandbox.postgres import PostgresServer
+from outbox.testing.fixtures import Database, Topics
 
 __all__ = ["unverified"]
 
@@ -51,93 +54,143 @@ class Mirror:
         assert producer.flush(60) == 0
 
 
-@pytest.mark.parametrize(
-    ("delivery", "source", "mirrored", "sink_stays"),
-    [
-        ("at-least-once", "polling", "events", True),
-        ("exactly-once", "wal", "events and markers", False),
-    ],
-)
-@of("A second region is promoted")
-def test_a_region_is_promoted(
-    follow, private_postgres, outbox_postgres, unverified, shop, settings, delivery, source, mirrored, sink_stays
-):
-    """Of two partitions the mirror has one to the end, or all markers, and otherwise only what was there at first."""
-    settings |= {"delivery": delivery, "source": source, "relay__archive_days": 7, "relay__lease_seconds": 10}
-    # The new cluster has other tests' events too.
-    settings["ce_source"] = settings["name"]
-    markers = settings["name"] + STATE_SUFFIX
-    primary, url = outbox_of(private_postgres, shop, settings)
-    db.upgrade_consumer(url)
-    second = Topics(unverified.bootstrap_servers)
-    second.token = shop.kafka.token
-    there = Shop(second)
-    mirror = Mirror(shop.kafka, second)
-    with TcpProxy("127.0.0.1", primary.port) as proxy, Standby(primary, via_port=proxy.port) as standby:
-        sink = outbox_postgres.url if sink_stays else url
-        prepare_sink(sink)
-        relay = follow(url).start()
-        consumer = shop.consumer(sink)
-        point = ask(url, NOW)
-        surviving = shop.write(url, 3)
+class Promoted:
+    """An outbox of the region that is gone, its group, and its mirror: of two partitions this has one to the end, or
+    all markers, and otherwise only what was there at first.
+
+    sink   another database that stays; None: the outbox's own.
+    """
+
+    def __init__(
+        self,
+        follow: Callable[..., Operator],
+        database: Database,
+        shop: Shop,
+        second: Topics,
+        sink: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self._follow, self._name, self._shop, self._second, self._sink = follow, database.name, shop, second, sink
+        self._there, self._mirror = Shop(second, database.name), Mirror(shop.kafka, second)
+        name = shop.kafka.name(database.name)
+        # The new cluster has other tests' events too.
+        self._settings = settings | {
+            "name": name,
+            "ce_source": name,
+            "wal__slot": f"{database.name}_{shop.kafka.token}",
+        }
+        self._settings["relay__metrics_address"] = f"127.0.0.1:{free_ports(1)[0]}"
+        self._lost: list[str] = []
+        shop.prepare(database.url)
+        if settings["source"] == "wal":
+            to_wal(database.url, self._settings)
+        if sink is None:
+            db.upgrade_consumer(database.url)
+        prepare_sink(sink or database.url)
+
+    def begins(self, server: PostgresServer) -> None:
+        """Write what the mirror has, and what it has not yet; and what waits."""
+        url = server.url(self._name)
+        sink = self._sink or url
+        relay = self._follow(url, **self._settings).start()
+        self._consumer = self._shop.consumer(sink)
+        self._point = ask(url, NOW)
+        self._surviving = self._shop.write(url, 3)
         drained(url)
-        consumer.wait(lambda: len(applied(sink)) == 12, "the first effects")
-        mirror.copy(shop.topic, [0, 1], repeated=2)
-        surviving += shop.write(url, 3)
+        self._consumer.wait(lambda: len(applied(sink)) == 12, "the first effects")
+        self._mirror.copy(self._shop.topic, [0, 1], repeated=2)
+        self._surviving += self._shop.write(url, 3)
         drained(url)
         ends(relay)
-        behind = set(surviving[12:])
-        waiting = shop.write(url, 3)
-        surviving += waiting
-        wait_until(standby.caught_up, what="the standby to catch up")
-        proxy.stop()
-        lost = shop.write(url, 3) if mirrored == "events" else []
-        relay = follow(url).start()
-        drained(url)
-        consumer.wait(lambda: len(applied(sink)) == 36 + len(lost), "the last effects")
-        consumer.end()
-        relay.kill()
-        if mirrored == "events":
-            mirror.copy(shop.topic, [0])
-        else:
-            second.create_topic(markers, 2, {"cleanup.policy": "compact"})
-            mirror.copy(markers, [0, 1])
-        primary.kill()
-        standby.promote()
+        self._behind = set(self._surviving[12:])
+        self._surviving += self._shop.write(url, 3)
 
-        url = standby.url("outbox")
-        sink = sink if sink_stays else url
-        settings["kafka__bootstrap_servers"] = second.bootstrap_servers
+    def loses(self, server: PostgresServer) -> None:
+        """Write what the standby does not get, unless the markers are mirrored, which would name it; then all stops."""
+        url = server.url(self._name)
+        sink, markers = self._sink or url, self._settings["name"] + STATE_SUFFIX
+        marked = self._settings["delivery"] == "exactly-once"
+        if not marked:
+            self._lost = self._shop.write(url, 3)
+        relay = self._follow(url, **self._settings).start()
+        drained(url)
+        self._consumer.wait(lambda: len(applied(sink)) == 36 + len(self._lost), "the last effects")
+        self._consumer.end()
+        relay.kill()
+        if marked:
+            self._second.create_topic(markers, 2, {"cleanup.policy": "compact"})
+            self._mirror.copy(markers, [0, 1])
+        else:
+            self._mirror.copy(self._shop.topic, [0])
+
+    def recovers(self, server: PostgresServer) -> Operator:
+        """Follow the runbook in the other region. Return who has."""
+        url, there, wal = server.url(self._name), self._there, self._settings["source"] == "wal"
+        sink = self._sink or url
         mirrored_ids = there.published()
-        operator = follow(url).follow(LOST)
-        shown = operator.look("outbox recover --since TIME --dry-run", TIME=point)
+        operator = self._follow(url, **self._settings).follow(LOST)
+        shown = operator.look("outbox recover --since TIME --dry-run", TIME=self._point)
         assert shown.status == 1, shown.text
-        only_kafka, only_postgres = mirrored_ids.keys() & lost, behind - mirrored_ids.keys()
-        assert 0 < len(only_postgres) <= len(behind)
+        only_kafka, only_postgres = mirrored_ids.keys() & self._lost, self._behind - mirrored_ids.keys()
+        assert 0 < len(only_postgres) <= len(self._behind)
         assert f"Postgres has, and Kafka has lost: {len(only_postgres)} events" in shown.text
-        assert bool(only_kafka) == bool(lost)
-        known = f"{len(only_kafka)} events" if lost else "nothing"
+        assert bool(only_kafka) == bool(self._lost)
+        known = f"{len(only_kafka)} events" if self._lost else "nothing"
         assert f"Kafka has, and Postgres has lost: {known}" in shown.text
-        operator.own("outbox recover --since TIME --resend", TIME=point)
-        if source == "wal":
+        operator.own("outbox recover --since TIME --resend", TIME=self._point)
+        if wal:
             operator.own("outbox cdc setup --repair")
         operator.start()
         drained(url)
-        if source == "wal":
+        if wal:
             wait_until(lambda: streaming(url), what="the lanes to stream")
-        surviving += shop.write(url, 3)
+        self._surviving += self._shop.write(url, 3)
         drained(url)
         published = there.published()
-        assert published.keys() == {*surviving, *only_kafka}
+        assert published.keys() == {*self._surviving, *only_kafka}
         assert published - mirrored_ids == dict.fromkeys(published.keys() - mirrored_ids.keys(), 1)
-        assert isinstance(there.consumer(sink).error(), TopicReplaced)
-        of_sink = follow(sink).follow(LOST)
-        of_sink.own("outbox offsets reset", GROUP="g", TOPIC=shop.topic)
-        running = there.consumer(sink)
-        running.wait(lambda: set(applied(sink)) >= published.keys(), "the effects of all")
+        self._group_goes_on(operator, sink, published, self._lost if self._sink else only_kafka)
+        recovered = "SELECT details ->> 'lost' FROM outbox.audit WHERE what = 'recover'"
+        assert ask(url, recovered) == str(len(only_kafka))
+        return operator
+
+    def _group_goes_on(
+        self, operator: Operator, sink: str, published: Collection[str], besides: Collection[str]
+    ) -> None:
+        """Follow the runbook for the group: what survived has its effect once, and what its sink has ``besides``."""
+        assert isinstance(self._there.consumer(sink).error(), TopicReplaced)
+        replace(operator, owner=sink).own("outbox offsets reset", GROUP="g", TOPIC=self._shop.topic)
+        running = self._there.consumer(sink)
+        running.wait(lambda: set(applied(sink)) >= set(published), "the effects of all")
         running.end()
         found = applied(sink)
-        assert Counter(found) == dict.fromkeys({*surviving, *(lost if sink_stays else only_kafka)}, 1)
-        assert in_order(surviving, found)
-        assert ask(url, "SELECT details ->> 'lost' FROM outbox.audit WHERE what = 'recover'") == str(len(only_kafka))
-        assert source != "wal" or operator.typed | of_sink.typed == operator.section.steps
+        assert Counter(found) == dict.fromkeys({*self._surviving, *besides}, 1)
+        assert in_order(self._surviving, found)
+
+
+@of("A second region is promoted")
+def test_a_region_is_promoted(follow, private_postgres, outbox_postgres, unverified, outbox_kafka, settings):
+    """With two outboxes. The sink of one stays, and its mirror has events that no server has; the other's sink goes."""
+    settings |= {"relay__archive_days": 7, "relay__lease_seconds": 10}
+    primary = private_postgres(FAST)
+    second = Topics(unverified.bootstrap_servers)
+    second.token = outbox_kafka.token
+    polled, read = (private_postgres.database(primary, name) for name in ("polled", "read"))
+    polling = {"delivery": "at-least-once", "source": "polling"}
+    wal = {"delivery": "exactly-once", "source": "wal"}
+    outboxes = [
+        Promoted(follow, polled, Shop(outbox_kafka, polled.name), second, outbox_postgres.url, **polling),
+        Promoted(follow, read, Shop(outbox_kafka, read.name), second, **wal),
+    ]
+    with TcpProxy("127.0.0.1", primary.port) as proxy, Standby(primary, via_port=proxy.port) as standby:
+        for one in outboxes:
+            one.begins(primary)
+        wait_until(standby.caught_up, what="the standby to catch up")
+        proxy.stop()
+        for one in outboxes:
+            one.loses(primary)
+        primary.kill()
+        standby.promote()
+        settings["kafka__bootstrap_servers"] = second.bootstrap_servers
+        _, of_wal = (one.recovers(standby) for one in outboxes)
+        assert of_wal.typed == of_wal.section.steps

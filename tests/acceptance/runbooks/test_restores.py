@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,16 +25,17 @@ from restored import NOW, Backup, snapshot
 from rows_and_roles import execute
 from runbook_support import every_step_was_taken, of
 from runbooks import Operator
-from shop import FAST, Shop, applied, outbox_of, prepare_sink
+from shop import FAST, Shop, applied, prepare_sink
 from standby import ask
 from support import MUTANT, await_stops, drained, ends, look_up, owners, wait_until
-from wal_support import streaming
+from wal_support import streaming, to_wal
 
 from outbox._app import migrate as db
 from outbox.external import External
 from outbox.inbox.errors import TopicReplaced
+from outbox.sandbox._ports import free_ports
 from outbox.sandbox.postgres import PostgresServer
-from outbox.testing.fixtures import RelayProcess, Topics
+from outbox.testing.fixtures import Database, RelayProcess, Topics
 from outbox.urls import with_database
 from relay.tasks.archive import Retention
 
@@ -48,176 +49,230 @@ def row_ids(url: str) -> set[int]:
         return {id_ for (id_,) in connection.execute("SELECT id FROM outbox.events")}
 
 
-class Shops:
-    """Shops in databases of one server, by the names of these."""
+class OfServer:
+    """An outbox of a server that is lost, in a database of its own: its shop, and what was written when.
 
-    def __init__(self, shops: Mapping[str, Shop]) -> None:
-        self._shops = shops
+    settings   of its relays and of the commands, where they are not those of the test.
+    """
 
-    def urls(self, server: PostgresServer) -> list[str]:
-        return [server.url(name) for name in self._shops]
+    def __init__(self, database: Database, shop: Shop, **settings: Any) -> None:
+        self.name, self.shop = database.name, shop
+        name = shop.kafka.name(database.name)
+        # By their source, the events of the others are told from its own.
+        own = {"name": name, "ce_source": name, "wal__slot": name.replace("-", "_")}
+        self.settings = settings | own
+        self.settled: list[str] = []
+        self.lost: list[str] = []
+        self.last = 0
+        shop.prepare(database.url)
+        if settings["source"] == "wal":
+            to_wal(database.url, self.settings)
 
-    def write(self, server: PostgresServer, rounds: int) -> list[str]:
-        """Write so many rounds in each, and return the ids of the first shop's events before the next one's."""
-        return [event_id for name, shop in self._shops.items() for event_id in shop.write(server.url(name), rounds)]
-
-    def drained(self, server: PostgresServer) -> None:
-        for url in self.urls(server):
+    def writes_what_will_be_lost(self, server: PostgresServer, *rounds: int) -> None:
+        url = server.url(self.name)
+        for number in rounds:
+            self.lost += self.shop.write(url, number)
             drained(url, 120)
-
-    def published(self) -> Counter[str]:
-        return sum((shop.published() for shop in self._shops.values()), Counter[str]())
-
-    def in_order(self, ids: list[str]) -> bool:
-        """Whether the events of one ``write`` are read in the order of their keys."""
-        each = len(ids) // len(self._shops)
-        return all(shop.in_order(ids[at * each : (at + 1) * each]) for at, shop in enumerate(self._shops.values()))
+        self.last = ask(url, LAST_ID)
 
 
-def start_relays(follow: Callable[[str], Operator], via: str, marked: str, neighbour: str) -> list[RelayProcess]:
-    """Start a relay; behind a pooler two of them, and one of the outbox ``neighbour``."""
-    more: dict[str, Any] = {"program": (MUTANT, "quick_marks")} if marked else {}
-    relays = [follow(via).start(**more)]
-    if marked == "pooled":
-        more["relay__metrics_address"] = None
-        relays.append(follow(via).start(**more))
-        relays.append(follow(with_database(via, "neighbour")).start(name=neighbour, **more))
-    return relays
+class BroughtBack(OfServer):
+    """One that a backup brings back to a point. The relay is ended before, and is there again behind it."""
 
+    def __init__(self, follow: Callable[..., Operator], database: Database, shop: Shop, **settings: Any) -> None:
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        super().__init__(database, shop, **settings, relay__metrics_address=address)
+        self._follow = follow
+        self._relay: RelayProcess | None = None
+        self._waiting: list[str] = []
 
-# The other pairs of delivery and source: the next test, and that of a second region.
-@pytest.mark.parametrize(
-    ("delivery", "source", "archive"), [("at-least-once", "wal", 0), ("exactly-once", "polling", 7)]
-)
-@of("Postgres was restored to an earlier point")
-def test_postgres_is_restored(follow, private_postgres, shop, settings, delivery, source, archive):
-    """By a base backup and the WAL up to a point; ids, revisions and batches are given out again."""
-    settings |= {"delivery": delivery, "source": source, "relay__archive_days": archive, "relay__lease_seconds": 10}
-    primary, url = outbox_of(private_postgres, shop, settings)
-    relay = follow(url).start()
-    settled = shop.write(url, 5)
-    drained(url)
-    backup = Backup(primary)
-    settled += shop.write(url, 5)
-    drained(url)
-    ends(relay)
-    waiting = shop.write(url, 5)
-    point = backup.here()
-    relay = follow(url).start()
-    lost = shop.write(url, 20)
-    last = ask(url, LAST_ID)
-    drained(url)
-    ends(relay)
-    primary.stop()
-    with backup.restore() as restored:
-        url = restored.url("outbox")
-        operator = follow(url)
-        assert ask(url, "SELECT count(*) FROM outbox.events") == len(waiting)
-        if delivery == "exactly-once" and source == "polling":
+    def settles(self, server: PostgresServer) -> None:
+        """Write what is settled before the point; the relay runs behind it."""
+        url = server.url(self.name)
+        if self._relay is None:
+            self._relay = self._operator(url).start()
+        self.settled += self.shop.write(url, 5)
+        drained(url)
+
+    def waits(self, server: PostgresServer) -> None:
+        """Write what waits at the point."""
+        assert self._relay is not None
+        ends(self._relay)
+        self._waiting = self.shop.write(server.url(self.name), 5)
+
+    def loses(self, server: PostgresServer) -> None:
+        """Publish what waits, and what the restored server will not have."""
+        relay = self._operator(server.url(self.name)).start()
+        self.writes_what_will_be_lost(server, 20)
+        ends(relay)
+
+    def recovers(self, server: PostgresServer, point: str) -> None:
+        """Follow the runbook, and write more under ids that were given out before."""
+        url, shop, known = server.url(self.name), self.shop, self.settled + self._waiting + self.lost
+        operator = self._operator(url)
+        assert ask(url, "SELECT count(*) FROM outbox.events") == len(self._waiting)
+        if self.settings["delivery"] == "exactly-once":
             relay = operator.start()
             await_stops(relay, 2)
             ends(relay)
-            assert shop.published() == dict.fromkeys(settled + waiting + lost, 1)
+            assert shop.published() == dict.fromkeys(known, 1)
         shown = operator.look("outbox recover --since TIME --dry-run", TIME=point)
         assert shown.status == 1, shown.text
-        assert f"Kafka has, and Postgres has lost: {len(lost)} events of 4 keys" in shown.text
-        perhaps = f"perhaps, from within a minute of the point: {len(settled)} events"
-        assert (perhaps in shown.text) == (not archive)
-        assert f"{len(waiting)} published already; settled, not published again" in shown.text
+        assert f"Kafka has, and Postgres has lost: {len(self.lost)} events of 4 keys" in shown.text
+        perhaps = f"perhaps, from within a minute of the point: {len(self.settled)} events"
+        assert (perhaps in shown.text) == (not self.settings["relay__archive_days"])
+        assert f"{len(self._waiting)} published already; settled, not published again" in shown.text
         assert "Postgres has, and Kafka has lost: nothing" in shown.text
-        assert ask(url, "SELECT count(*) FROM outbox.events") == len(waiting)
+        assert ask(url, "SELECT count(*) FROM outbox.events") == len(self._waiting)
         operator.own("outbox recover --since TIME --reason", TIME=point)
         assert ask(url, "SELECT count(*) FROM outbox.events") == 0
-        if source == "wal":
+        wal = self.settings["source"] == "wal"
+        if wal:
             operator.own("outbox cdc setup --repair")
         new = shop.write(url, 20)
-        assert min(row_ids(url)) <= last
+        assert min(row_ids(url)) <= self.last
         operator.start()
         drained(url)
-        if source == "wal":
+        if wal:
             wait_until(lambda: streaming(url), what="the lanes to stream")
         new += shop.write(url, 1)
         drained(url)
-        assert shop.published() == dict.fromkeys(settled + waiting + lost + new, 1)
-        assert ask(url, "SELECT details ->> 'lost' FROM outbox.audit WHERE what = 'recover'") == str(len(lost))
+        assert shop.published() == dict.fromkeys(known + new, 1)
+        recovered = "SELECT details ->> 'lost' FROM outbox.audit WHERE what = 'recover'"
+        assert ask(url, recovered) == str(len(self.lost))
+
+    def _operator(self, url: str) -> Operator:
+        return self._follow(url, **self.settings)
 
 
-@pytest.mark.parametrize(
-    ("delivery", "source", "marked"),
-    [
-        ("at-least-once", "polling", "direct"),
-        ("at-least-once", "polling", "pooled"),
-        ("at-least-once", "wal", ""),
-        ("exactly-once", "wal", ""),
-    ],
-)
 @of("Postgres was restored to an earlier point")
-def test_a_copy_of_the_files_comes_back_under_a_relay_that_runs(
-    follow, private_postgres, shop, settings, delivery, source, marked
-):
-    """As a snapshot of a disk does: the same timeline, whose positions are given out again; the slot is there.
+def test_postgres_is_restored(follow, private_postgres, shop, settings):
+    """By a base backup and the WAL up to a point; ids, revisions and batches are given out again. Two outboxes.
 
-    marked   the relay knows that no id up to a mark can be committed any more, and these are given out again; its
-             session may be a pooler's, which does not end with the server. There each of two relays has a lane, and
-             another outbox of the server is behind the same pooler.
+    The other pairs of delivery and source: the next test, and that of a second region.
     """
-    pooled = marked == "pooled"
-    settings |= {"delivery": delivery, "source": source, "relay__lease_seconds": 300 if pooled else 60}
-    primary, url = outbox_of(private_postgres, shop, settings)
-    others = {"neighbour": Shop(shop.kafka, "Bill")} if pooled else {}
-    for name, other in others.items():
-        other.prepare(private_postgres.database(primary, name).url)
-    shops = Shops({"outbox": shop, **others})
+    settings |= {"relay__lease_seconds": 10}
+    primary = private_postgres(FAST)
+    polled, read = private_postgres.database(primary), private_postgres.database(primary, "read")
+    exactly_once = {"delivery": "exactly-once", "source": "polling", "relay__archive_days": 7}
+    at_least_once = {"delivery": "at-least-once", "source": "wal", "relay__archive_days": 0}
+    outboxes = [
+        BroughtBack(follow, polled, shop, **exactly_once),
+        BroughtBack(follow, read, Shop(shop.kafka, "Bill"), **at_least_once),
+    ]
+    for one in outboxes:
+        one.settles(primary)
+    backup = Backup(primary)
+    for one in outboxes:
+        one.settles(primary)
+        one.waits(primary)
+    point = backup.here()
+    for one in outboxes:
+        one.loses(primary)
+    primary.stop()
+    with backup.restore() as restored:
+        for one in outboxes:
+            one.recovers(restored, point)
+
+
+class Copied(OfServer):
+    """One whose files come back as they were, and whose relays run all the while."""
+
+    def start(self, follow: Callable[..., Operator], via: str, relays: int) -> None:
+        """Start so many relays; those that poll know soon that no id up to a mark can be committed any more."""
+        self.marked = self.settings["source"] == "polling"
+        own: dict[str, Any] = {"program": (MUTANT, "quick_marks")} if self.marked else {}
+        url = with_database(via, self.name)
+        self.relays = [follow(url).start(**self.settings, **own, relay__metrics_address=None) for _ in range(relays)]
+
+    def settles(self, server: PostgresServer) -> None:
+        """Write what is settled when the files are copied. Each relay has a lane by then."""
+        url = server.url(self.name)
+        wait_until(lambda: len(owners(url)) == len(self.relays), 60, "each relay to have a lane")
+        self.settled = self.shop.write(url, 5)
+        drained(url, 120)
+
+    def marks_have_risen(self, server: PostgresServer) -> bool:
+        high = "SELECT bool_and(low_water_mark >= %s - 12) FROM outbox.lanes"
+        return not self.marked or ask(server.url(self.name), high, self.last)
+
+    def writes_again(self, server: PostgresServer) -> None:
+        """Write more, under ids that were given out before, and under others."""
+        url = server.url(self.name)
+        assert row_ids(url) == set()
+        self.new = self.shop.write(url, 40)
+        ids = row_ids(url)
+        assert min(ids) < self.last - 12
+        assert max(ids) > self.last
+
+    def is_whole(self, server: PostgresServer) -> None:
+        """Wait until all is published, and look at all of it."""
+        drained(server.url(self.name), 120)
+        assert all(relay.running for relay in self.relays)
+        assert self.shop.published() == dict.fromkeys(self.settled + self.lost + self.new, 1)
+        assert self.shop.in_order(self.new)
+
+
+# By their databases: how many relays publish the outboxes of a server, and how.
+COPIED: dict[str, tuple[int, dict[str, Any]]] = {
+    "outbox": (1, {"delivery": "exactly-once", "source": "wal", "relay__lease_seconds": 60}),
+    "read": (1, {"delivery": "at-least-once", "source": "wal", "relay__lease_seconds": 60}),
+    "polled": (1, {"delivery": "at-least-once", "source": "polling", "relay__lease_seconds": 60}),
+    "pooled": (2, {"delivery": "at-least-once", "source": "polling", "relay__lease_seconds": 300}),
+    "neighbour": (1, {"delivery": "at-least-once", "source": "polling", "relay__lease_seconds": 300}),
+}
+POOLED = {"pooled", "neighbour"}
+
+
+@of("Postgres was restored to an earlier point")
+def test_a_copy_of_the_files_comes_back_under_relays_that_run(follow, private_postgres, outbox_kafka, settings):
+    """As a snapshot of a disk does: the same timeline, whose positions are given out again; the slots are there.
+
+    Sessions may be a pooler's, which do not end with the server: of two outboxes they are. In one of these, each of two
+    relays has a lane.
+    """
+    primary = private_postgres(FAST)
+    outboxes = {
+        name: Copied(private_postgres.database(primary, name), Shop(outbox_kafka, name), **own)
+        for name, (_, own) in COPIED.items()
+    }
+    main = outboxes["outbox"]
+    settings |= main.settings
     with TcpProxy("127.0.0.1", primary.port) as proxy, ExitStack() as opened:
-        via = f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox"
-        if pooled:
-            pooler = opened.enter_context(PgBouncer(via, size=4))
-            via = pooler.url
-        relays = start_relays(follow, via, marked, shop.kafka.name("neighbour"))
-        wait_until(lambda: len(owners(url)) == len(relays) - len(others), 60, "each relay to have a lane")
-        settled = shops.write(primary, 5)
-        shops.drained(primary)
+        direct = f"postgresql://postgres@127.0.0.1:{proxy.port}/outbox"
+        pooler = opened.enter_context(PgBouncer(direct, size=4))
+        for name, (relays, _) in COPIED.items():
+            outboxes[name].start(follow, pooler.url if name in POOLED else direct, relays)
+        for one in outboxes.values():
+            one.settles(primary)
         proxy.stop()
         copy = snapshot(primary)
-        point = ask(url, NOW)
+        point = ask(primary.url("outbox"), NOW)
         proxy.start()
-        lost = []
-        for _ in range(3):
-            lost += shops.write(primary, 10)
-            shops.drained(primary)
-        before = [ask(one, LAST_ID) for one in shops.urls(primary)]
-        if marked:
-            high = "SELECT bool_and(low_water_mark >= %s - 12) FROM outbox.lanes"
-            marks = list(zip(shops.urls(primary), before, strict=True))
-            wait_until(lambda: all(ask(one, high, last) for one, last in marks), 60, "the marks to rise")
-        written = ask(url, "SELECT pg_current_wal_insert_lsn()::text")
-        paused = opened.enter_context(ExitStack())
-        if pooled:
-            paused.enter_context(pooler.paused())
-        proxy.stop()
-        primary.stop(immediate=True)
-        with copy as restored:
+        for one in outboxes.values():
+            one.writes_what_will_be_lost(primary, 10, 10, 10)
+        for one in outboxes.values():
+            wait_until(lambda one=one: one.marks_have_risen(primary), 60, "the marks to rise")
+        written = ask(primary.url("outbox"), "SELECT pg_current_wal_insert_lsn()::text")
+        with pooler.paused():
+            proxy.stop()
+            primary.stop(immediate=True)
+            restored = opened.enter_context(copy)
             url = restored.url("outbox")
-            # As far as the relay has read, and farther.
+            # As far as the relays have read, and farther.
             while not ask(url, "SELECT pg_current_wal_insert_lsn() > %s::pg_lsn", written):
                 execute(url, "SELECT pg_logical_emit_message(false, 'pad', repeat('x', 100000))")
-            assert set().union(*map(row_ids, shops.urls(restored))) == set()
-            new = shops.write(restored, 40)
-            ids = [row_ids(one) for one in shops.urls(restored)]
-            assert all(min(some) < last - 12 and max(some) > last for some, last in zip(ids, before, strict=True))
+            for one in outboxes.values():
+                one.writes_again(restored)
             proxy.lead_to(restored.port)
             proxy.start()
-            paused.close()
-            if delivery == "exactly-once":
-                await_stops(relays[0], 2)
-                assert shops.published() == dict.fromkeys(settled + lost, 1)
-                shown = follow(url).look("outbox recover --since TIME --dry-run", TIME=point)
-                assert f"Kafka has, and Postgres has lost: {len(lost)} events of 4 keys" in shown.text
-                follow(url).own("outbox recover --since TIME --reason", TIME=point)
-            shops.drained(restored)
-            assert all(relay.running for relay in relays)
-            assert shops.published() == dict.fromkeys(settled + lost + new, 1)
-            assert shops.in_order(new)
+        await_stops(main.relays[0], 2)
+        assert main.shop.published() == dict.fromkeys(main.settled + main.lost, 1)
+        shown = follow(url).look("outbox recover --since TIME --dry-run", TIME=point)
+        assert f"Kafka has, and Postgres has lost: {len(main.lost)} events of 4 keys" in shown.text
+        follow(url).own("outbox recover --since TIME --reason", TIME=point)
+        for one in outboxes.values():
+            one.is_whole(restored)
 
 
 @contextmanager

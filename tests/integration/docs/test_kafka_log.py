@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 from docs_support import blocks
@@ -28,13 +29,14 @@ LEFT_OUT = re.compile(
 STATUS = re.compile(r'"producerId":(\d+),"producerEpoch":(\d+),.*"transactionStatus":(\d)')
 
 
-def dump(kafka: KafkaCluster, partition: str, *options: str) -> str:
-    """Return what ``kafka-dump-log.sh`` says about a partition, or all that a pattern names. Their broker runs."""
-    files = ",".join(map(str, sorted(kafka.data_dir.glob(f"broker-*/data/{partition}/*.log"))))
+def dump(kafka: KafkaCluster, option: str, *patterns: str) -> dict[str, str]:
+    """Return what ``kafka-dump-log.sh`` says about each partition that a pattern names. Their broker runs."""
+    files = [file for one in patterns for file in sorted(kafka.data_dir.glob(f"broker-*/data/{one}/*.log"))]
     java, class_path, _ = kafka._runtime()
-    command = [java, "-cp", class_path, "kafka.tools.DumpLogSegments", *options, "--files", files]
+    command = [java, "-cp", class_path, "kafka.tools.DumpLogSegments", option, "--files", ",".join(map(str, files))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout
+    dumps = (text.partition("\n") for text in re.split("^Dumping ", done.stdout, flags=re.MULTILINE)[1:])
+    return {Path(file).parent.name: text for file, _, text in dumps}
 
 
 def shown(text: str) -> list[str]:
@@ -51,7 +53,8 @@ def shown(text: str) -> list[str]:
 def statuses(kafka: KafkaCluster) -> dict[str, list[str]]:
     """Return the states that the coordinator wrote, by producer id, as the page shows them."""
     found: dict[str, list[str]] = {}
-    for producer_id, epoch, status in STATUS.findall(dump(kafka, "__transaction_state-*", "--transaction-log-decoder")):
+    dumps = dump(kafka, "--transaction-log-decoder", "__transaction_state-*")
+    for producer_id, epoch, status in STATUS.findall("".join(dumps.values())):
         line = f"producerEpoch: {epoch} transactionStatus: {status}"
         lines = found.setdefault(producer_id, [])
         # Partitions are added to a transaction together or one after the other.
@@ -94,9 +97,10 @@ def test_the_log_that_is_shown_is_what_relays_write(outbox_postgres, outbox_rela
     relay("exactly-once", "b")
     drained(outbox_postgres.url)
     topics.await_transactions(both)
+    dumps = dump(kafka, "--print-data-log", "order-events-0", "outbox.relay.state-0")
     written = [
-        shown(dump(kafka, "order-events-0", "--print-data-log")),
-        [line for line in shown(dump(kafka, "outbox.relay.state-0", "--print-data-log")) if line.startswith("|")],
+        shown(dumps["order-events-0"]),
+        [line for line in shown(dumps["outbox.relay.state-0"]) if line.startswith("|")],
         statuses(kafka)["1"],
     ]
     assert [block.text.splitlines() for block in blocks("text") if block.page == PAGE] == written

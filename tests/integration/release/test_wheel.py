@@ -151,36 +151,37 @@ def empty_database(outbox_postgres_server):
     outbox_postgres_server.drop_database(name)
 
 
-def test_the_relays_commands(installed, empty_database):
-    assert installed.own.version == __version__
-    assert "dead-letters" in installed.run("relay", "outbox", "--help").stdout
-    done = installed.run("relay", "outbox", "db", "upgrade", OUTBOX_DATABASE_URL=empty_database)
-    assert "tables created" in done.stdout
-
-
 COMMANDS = """
-import contextlib, io, sys
+import contextlib, io, json, sys
 from relay.cli import main
 
-for command in ("sandbox up", "web", "consume spark_jobs.order_totals:job --once"):
+found = []
+for command in ("--help", "db upgrade", "sandbox up", "web", "consume spark_jobs.order_totals:job --once"):
     sys.argv[1:] = command.split()
-    errors = io.StringIO()
+    shown, errors = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(errors):
-            main()
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):
+            status = main()
     except SystemExit as ended:
-        # Python prints a text, and its status is 1.
-        said = errors.getvalue() or ended.code
-        print(1 if isinstance(ended.code, str) else ended.code, said.splitlines()[-1], "Traceback" in said)
+        status = ended.code
+    # Python prints a text, and its status is 1.
+    text = status if isinstance(status, str) else errors.getvalue() or shown.getvalue()
+    found.append((1 if isinstance(status, str) else status or 0, text))
+print(json.dumps(found))
 """
 
 
-def test_a_command_names_the_extra_that_it_lacks(installed):
-    said = installed.run("relay", "python", "-c", COMMANDS, OUTBOX_DATABASE_URL="postgresql://localhost/shop").stdout
-    assert said.splitlines() == [
-        "1 outbox: psutil is not installed; run: pip install 'outbox-kafka[sandbox]' False",
-        "2 outbox: starlette is not installed; run: pip install 'outbox-kafka[web]' False",
-        "2 outbox: pyspark is not installed; run: pip install 'outbox-kafka[spark]' False",
+def test_the_relays_commands(installed, empty_database):
+    """And those that lack another extra, which they name."""
+    assert installed.own.version == __version__
+    done = installed.run("relay", "python", "-c", COMMANDS, OUTBOX_DATABASE_URL=empty_database)
+    (status, shown), (created, said), *lacking = json.loads(done.stdout)
+    assert (status, "dead-letters" in shown) == (0, True)
+    assert (created, "tables created" in said) == (0, True)
+    assert [(status, text.splitlines()[-1], "Traceback" in text) for status, text in lacking] == [
+        (1, "outbox: psutil is not installed; run: pip install 'outbox-kafka[sandbox]'", False),
+        (2, "outbox: starlette is not installed; run: pip install 'outbox-kafka[web]'", False),
+        (2, "outbox: pyspark is not installed; run: pip install 'outbox-kafka[spark]'", False),
     ]
 
 
@@ -255,14 +256,25 @@ def test_the_page(installed, outbox_postgres, tmp_path):
             assert answer.headers["Content-Type"].startswith("text/css")
 
 
+STATUS = """
+import sys
+from outbox.sandbox import _pgbin, jars
+from relay.cli import main
+
+print(_pgbin.binaries(None))
+print(jars.repository(), flush=True)
+sys.argv[1:] = ["sandbox", "status", "--json"]
+main()
+"""
+
+
 def test_the_sandbox(installed, tmp_path):
     variables = {"OUTBOX_SANDBOX": str(tmp_path / "sandbox"), "OUTBOX_CACHE": str(tmp_path / "cache")}
-    shown = installed.run("sandbox", "outbox", "sandbox", "status", "--json", status=1, **variables)
-    assert json.loads(shown.stdout.splitlines()[-1])["running"] is False
-    script = "from outbox.sandbox import _pgbin, jars; print(_pgbin.binaries(None)); print(jars.repository())"
-    binaries, repository = installed.run("sandbox", "python", "-c", script, **variables).stdout.split()
+    shown = installed.run("sandbox", "python", "-c", STATUS, status=1, **variables)
+    binaries, repository, *_, status = shown.stdout.splitlines()
     assert str(installed.folder) in binaries
     assert repository.startswith("https://")
+    assert json.loads(status)["running"] is False
 
 
 def test_all_of_it(installed):

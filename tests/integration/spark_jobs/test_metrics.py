@@ -145,7 +145,7 @@ def test_servers_that_are_away(outbox_postgres, outbox_kafka, served, monkeypatc
     with outbox_postgres.connect(autocommit=True) as admin:
         admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'me')")
     # This Kafka is silent for ever, and Postgres has to answer within the same time.
-    monkeypatch.setattr(consumer_metrics, "_PATIENCE", 3.0)
+    monkeypatch.setattr(consumer_metrics, "_PATIENCE", 2.0)
     for _ in range(2):
         samples = scrape(port)
         assert (samples["postgres_up", "g"], samples["kafka_up", "g"]) == (1, 0)

@@ -6,8 +6,6 @@ import signal
 import subprocess
 import sys
 
-import pytest
-
 HANGS = """
 import threading
 from outbox.stopping import Stopping
@@ -42,26 +40,24 @@ from outbox.stopping import Stopping
 from relay.cli.relay import _stop_on_signals
 from relay.workers import ABANDON
 
-stop, abandon = Stopping(), Stopping()
-_stop_on_signals(stop, abandon, 60.0, abandon_at={abandon_at})
-for number in ({numbers}):
-    signal.raise_signal(number)
-    print(stop.is_set(), abandon.is_set())
+for abandon_at, *numbers in {cases}:
+    stop, abandon = Stopping(), Stopping()
+    _stop_on_signals(stop, abandon, 60.0, abandon_at=abandon_at)
+    for number in numbers:
+        signal.raise_signal(number)
+        print(stop.is_set(), abandon.is_set())
 """
 STOPS, ABANDONS = "True False", "True True"
+CASES = {
+    "(None, signal.SIGTERM, signal.SIGINT)": [STOPS, ABANDONS],
+    # A worker gets each signal from a process manager that signals all of a unit, and from its parent.
+    "(ABANDON, signal.SIGTERM, signal.SIGTERM, signal.SIGINT)": [STOPS, STOPS, STOPS],
+    "(ABANDON, signal.SIGTERM, ABANDON, signal.SIGTERM)": [STOPS, ABANDONS, ABANDONS],
+    "(ABANDON, ABANDON)": [ABANDONS],
+}
 
 
-@pytest.mark.parametrize(
-    ("abandon_at", "numbers", "expected"),
-    [
-        (None, "signal.SIGTERM, signal.SIGINT", [STOPS, ABANDONS]),
-        # A worker gets each signal from a process manager that signals all of a unit, and from its parent.
-        ("ABANDON", "signal.SIGTERM, signal.SIGTERM, signal.SIGINT", [STOPS, STOPS, STOPS]),
-        ("ABANDON", "signal.SIGTERM, ABANDON, signal.SIGTERM", [STOPS, ABANDONS, ABANDONS]),
-        ("ABANDON", "ABANDON,", [ABANDONS]),
-    ],
-)
-def test_what_a_second_signal_does_to_a_relay_and_to_a_worker(abandon_at, numbers, expected):
-    code = SIGNALLED.format(abandon_at=abandon_at, numbers=numbers)
+def test_what_a_second_signal_does_to_a_relay_and_to_a_worker():
+    code = SIGNALLED.format(cases=f"[{', '.join(CASES)}]")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == expected
+    assert done.stdout.splitlines() == [line for said in CASES.values() for line in said]

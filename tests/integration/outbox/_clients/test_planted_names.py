@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from uuid_utils.compat import uuid7
 from outbox import AsyncOutbox, Event, Outbox, outbox_tables
 from outbox._app import migrate as db
 from outbox._clients.search_path import PIN
+from outbox.consumer import kafka_admin
 from outbox.consumer.tables import consumer_tables
 from outbox.inbox import once, once_async
 from relay.cli.app import app
@@ -44,35 +46,37 @@ def test_what_is_planted_would_be_called(hostile):
 
 
 # What creates the tables.
-def test_no_table_depends_on_it(admin):
+def test_no_table_depends_on_it(hostile, admin):
+    """Those of our commands, of revisions that a host runs with its own path, and those that it creates with it.
+
+    Alembic's own statements are not ours: the version's are left out, and so is the pin of `outbox db sql`.
+    """
     assert foreign(admin) == []
+    connection = hostile.connect(autocommit=True)
+    for history in (db.OUTBOX, db.CONSUMER):
+        script = db.sql(history=history)
+        assert script.split(";")[1].strip() == "SET LOCAL search_path = pg_catalog"
+        ours = re.sub(r"(SET LOCAL search_path|UPDATE \w+\.alembic_version)[^;]*;", "", script)
+        admin.execute(f"DROP SCHEMA {history.schema} CASCADE")
+        connection.execute(ours)
+        assert foreign(admin) == []
+    for build, schema in ((outbox_tables, "host"), (consumer_tables, "sink")):
+        connection.execute(f"CREATE SCHEMA {schema}")
+        for statement in created(build, schema):
+            connection.execute(statement.replace("%%", "%"))
+        assert foreign(admin) == []
 
 
-@pytest.mark.parametrize("history", [db.OUTBOX, db.CONSUMER], ids=["outbox", "consumer"])
-def test_revisions_that_a_host_runs_with_its_own_path(hostile, admin, history):
-    """Alembic's own statements are not ours: the version's are left out, and so is the pin of `outbox db sql`."""
-    script = db.sql(history=history)
-    assert script.split(";")[1].strip() == "SET LOCAL search_path = pg_catalog"
-    ours = re.sub(r"(SET LOCAL search_path|UPDATE \w+\.alembic_version)[^;]*;", "", script)
-    admin.execute(f"DROP SCHEMA {history.schema} CASCADE")
-    hostile.connect(autocommit=True).execute(ours)
-    assert foreign(admin) == []
-
-
-@pytest.mark.parametrize("build", [outbox_tables, consumer_tables])
-def test_tables_that_a_host_creates_with_its_own_path(hostile, admin, build):
+def created(build: Callable[[sa.MetaData, str], object], schema: str) -> list[str]:
+    """Return the statements with which SQLAlchemy creates the tables."""
     metadata = sa.MetaData()
-    build(metadata, "host")
+    build(metadata, schema)
     statements: list[str] = []
     engine = sa.create_mock_engine(
         "postgresql+psycopg://", lambda statement, *_: statements.append(str(statement.compile(dialect=engine.dialect)))
     )
     metadata.create_all(engine, checkfirst=False)
-    connection = hostile.connect(autocommit=True)
-    connection.execute("CREATE SCHEMA host")
-    for statement in statements:
-        connection.execute(statement.replace("%%", "%"))
-    assert foreign(admin) == []
+    return statements
 
 
 def test_grants_printed_and_applied(hostile):
@@ -113,6 +117,11 @@ def write(target: Any) -> None:
 
 
 def test_writers_and_once(hostile, admin):
+    """And any program that inserts."""
+    hostile.connect(autocommit=True).execute(
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('Order', 'o', 'T')"
+    )
+    assert admin.execute("DELETE FROM outbox.events RETURNING lane IS NOT NULL").fetchall() == [(True,)]
     with hostile.connect() as connection:
         write(connection)
     # SQLAlchemy's look for hstore is its own.
@@ -138,13 +147,6 @@ def test_writers_and_once(hostile, admin):
 
     asyncio.run(with_asyncpg())
     assert admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (13,)
-
-
-def test_any_program_that_inserts(hostile, admin):
-    hostile.connect(autocommit=True).execute(
-        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('Order', 'o', 'T')"
-    )
-    assert admin.execute("SELECT lane IS NOT NULL FROM outbox.events").fetchone() == (True,)
 
 
 # What reads, publishes and operates.
@@ -192,10 +194,24 @@ COMMANDS = (
 )
 
 
+PAGES = (
+    "/",
+    "/dead-letters",
+    "/dead-letters/relay",
+    "/dead-letters/consumer",
+    "/consumers",
+    "/relays",
+    "/wal",
+    "/topics",
+)
+
+
 @pytest.fixture
 def filled(hostile, admin, outbox_kafka, monkeypatch) -> dict[str, str]:
     """Rows in the tables of both sides. Returns what stands for ids in commands."""
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox_kafka.bootstrap_servers)
+    # The group's topic is not there.
+    monkeypatch.setattr(kafka_admin, "_UNHEARD_SECONDS", 0.3)
     event, published, message = (str(uuid7()) for _ in range(3))
     kind = ("Order", "o-1", "OrderPlaced")
     columns = "lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at"
@@ -212,28 +228,8 @@ def filled(hostile, admin, outbox_kafka, monkeypatch) -> dict[str, str]:
     return {name: str(value) for name, value in given.items()}
 
 
-def test_commands(filled):
-    for command in COMMANDS:
-        done = CliRunner().invoke(app, command.format(**filled).split())
-        assert done.exception is None or isinstance(done.exception, SystemExit), (command, done.exception)
-        # 2 is for words that it does not know.
-        assert done.exit_code in {0, 1}, (command, done.output)
-        assert "planted:" not in done.output, command
-
-
-PAGES = (
-    "/",
-    "/dead-letters",
-    "/dead-letters/relay",
-    "/dead-letters/consumer",
-    "/consumers",
-    "/relays",
-    "/wal",
-    "/topics",
-)
-
-
-def test_the_page(filled, hostile):
+def test_the_page_and_the_commands(filled, hostile):
+    """The commands are the last: they end with those that drop the tables."""
     page = PageRun(hostile.url)
     try:
         page.sign_in()
@@ -243,6 +239,12 @@ def test_the_page(filled, hostile):
             assert "planted:" not in answer.text, path
     finally:
         page.close()
+    for command in COMMANDS:
+        done = CliRunner().invoke(app, command.format(**filled).split())
+        assert done.exception is None or isinstance(done.exception, SystemExit), (command, done.exception)
+        # 2 is for words that it does not know.
+        assert done.exit_code in {0, 1}, (command, done.output)
+        assert "planted:" not in done.output, command
 
 
 @pytest.mark.parametrize(

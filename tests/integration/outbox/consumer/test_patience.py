@@ -117,10 +117,10 @@ def test_a_topic_that_is_not_heard_of_yet_is_asked_for_again_with_little_patienc
     name = outbox_kafka.name("later")
     # It is connected: what little patience is left must not go for that.
     view.snapshot([outbox_kafka.create_topic(outbox_kafka.name("first"))])
-    made = threading.Timer(4.0, outbox_kafka.create_topic, [name])
-    # Something has failed a second ago, so three are left.
+    made = threading.Timer(3.0, outbox_kafka.create_topic, [name])
+    # Something has failed a second ago, so two are left.
     passed = 0.0
-    waited = Patience(4.0, lambda: time.monotonic() + passed)
+    waited = Patience(3.0, lambda: time.monotonic() + passed)
     waited.failed()
     passed = 1.0
     made.start()

@@ -177,8 +177,8 @@ def test_nor_if_another_member_has_claimed_its_partition_since(log, moved):
         log.run(f"UPDATE consumer.offsets SET generation = generation + 1, next_offset = {end} RETURNING grp")
 
     poison.how = rolled_back_and_taken_over
-    # Who is fenced claims again after two of them.
-    with log.consuming(poison, batch=20, kafka={"heartbeat.interval.ms": 500}) as running:
+    # Who is fenced claims again after two heartbeats.
+    with log.consuming(poison, batch=20) as running:
         running.wait(lambda: poison.calls and log.count() == (0 if moved else 20), "the effects")
         running.wait(lambda: log.positions() == {0: 20}, "the position")
     assert log.run("SELECT count(*) FROM consumer.losses") == [(0,)]
@@ -255,12 +255,14 @@ def test_a_dead_letter_whose_handler_commits_is_recorded_and_kept(log):
 
 def test_a_busy_key_leaves_the_dead_letters_and_other_partitions_go_on(outbox_postgres, outbox_kafka, monkeypatch):
     """Messages of the key come faster than letters are retried: they wait in Kafka, and are not put behind those."""
-    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 1.0)
+    # More letters than are retried in several turns of the upkeep.
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.2)
+    monkeypatch.setattr(_member, "_TURN_SECONDS", 0.1)
     log = Log(outbox_postgres, outbox_kafka, 2)
-    log.produce(["k1"] * 500, partition=0)
+    log.produce(["k1"] * 300, partition=0)
     poison = Poison(0)
     with log.consuming(poison, on_failure="dead-letter", attempts=1) as running:
-        running.wait(lambda: len(log.letters()) == 500, "the dead letters")
+        running.wait(lambda: len(log.letters()) == 300, "the dead letters")
         poison.numbers.clear()
         log.retry()
         fed = threading.Event()
@@ -277,7 +279,7 @@ def test_a_busy_key_leaves_the_dead_letters_and_other_partitions_go_on(outbox_po
             running.wait(lambda: log.run("SELECT FROM effects WHERE part = 1"), "the neighbour")
             assert log.letters()
             running.wait(
-                lambda: log.run("SELECT FROM effects WHERE n > 500 AND key = 'k1'") and not log.letters(), "the key"
+                lambda: log.run("SELECT FROM effects WHERE n > 300 AND key = 'k1'") and not log.letters(), "the key"
             )
         finally:
             fed.set()
@@ -421,7 +423,7 @@ def test_what_waits_behind_a_failure_is_not_read_into_memory(log, monkeypatch):
     monkeypatch.setattr(_member.confluent_kafka, "Consumer", Pausing)
     monkeypatch.setattr(_member, "_TAKEN", 20)
     monkeypatch.setattr(_member, "_MOST_QUEUED", 100)
-    log.produce(keys(1000))
+    log.produce(keys(300))
     poison = Poison(0, key=b"k0")
 
     def handle(connection, message):
@@ -430,7 +432,7 @@ def test_what_waits_behind_a_failure_is_not_read_into_memory(log, monkeypatch):
         poison(connection, message)
 
     with log.consuming(handle, attempts=1000) as running:
-        running.wait(lambda: log.count() >= 1000, "the effects")
+        running.wait(lambda: log.count() >= 300, "the effects")
     assert 100 <= paused[0] <= 120
     log.check()
 
@@ -448,7 +450,7 @@ def test_many_partitions_share_what_a_member_may_read_into_memory(outbox_postgre
     monkeypatch.setattr(_member, "_TAKEN", 20)
     monkeypatch.setattr(_member, "_ALL_QUEUED", 160)
     for partition in range(16):
-        log.produce([f"k{partition}-{number % 50}" for number in range(200)], partition=partition)
+        log.produce([f"k{partition}-{number % 50}" for number in range(80)], partition=partition)
 
     def handle(connection, message):
         if len(paused) < 16:
@@ -456,7 +458,7 @@ def test_many_partitions_share_what_a_member_may_read_into_memory(outbox_postgre
         apply(connection, message)
 
     with log.consuming(handle, attempts=1_000_000, wait=(0.1, 0.5)) as running:
-        running.wait(lambda: log.count() >= 16 * 200, "the effects")
+        running.wait(lambda: log.count() >= 16 * 80, "the effects")
     assert min(paused.values()) >= 10
     assert max(paused.values()) <= 10 + 20
     log.check()

@@ -6,7 +6,6 @@ import json
 import threading
 from typing import Any
 
-import pytest
 from confluent_kafka import Producer
 from inbox_support import Log
 from uuid_utils.compat import uuid7
@@ -18,29 +17,29 @@ from outbox.inbox._member import Member
 PARTITIONS = 200
 
 
-def fill(log: Log, each: int, size: int) -> None:
+KINDS = ((10, 1000, 5), (3, 8000, 1))
+"""Of half of them and of the other half: how many messages each has, their size, and how many of them are its share.
+
+The larger ones are larger than a partition's share.
+"""
+
+
+def fill(log: Log) -> None:
     """Write so many messages of this size, and a little more, into each partition."""
     producer = Producer({"bootstrap.servers": log.servers, "linger.ms": 20, "enable.idempotence": True})
-    for number in range(each):
-        for partition in range(PARTITIONS):
-            value = json.dumps({"n": number, "more": "x" * size})
-            producer.produce(log.topic, value, f"k{partition}", partition=partition, headers={"ce_id": str(uuid7())})
-            log.written[f"k{partition}"].append(number)
+    for kind, (each, size, _) in enumerate(KINDS):
+        for number in range(each):
+            for part in range(kind, PARTITIONS, len(KINDS)):
+                value = json.dumps({"n": number, "more": "x" * size})
+                producer.produce(log.topic, value, f"k{part}", partition=part, headers={"ce_id": str(uuid7())})
+                log.written[f"k{part}"].append(number)
     assert producer.flush(120) == 0
 
 
-@pytest.mark.parametrize(
-    ("each", "size", "share"),
-    [
-        pytest.param(10, 1000, 5, id="bytes"),
-        # Each is larger than its partition's share.
-        pytest.param(3, 8000, 1, id="large messages"),
-    ],
-)
-def test_what_is_queued_of_hundreds_of_partitions(outbox_postgres, outbox_kafka, monkeypatch, each, size, share):
+def test_what_is_queued_of_hundreds_of_partitions(outbox_postgres, outbox_kafka, monkeypatch):
     """Nothing is applied until all wait, and then everything. By their number: test_failing_messages.py."""
     log = Log(outbox_postgres, outbox_kafka, PARTITIONS)
-    fill(log, each, size)
+    fill(log)
     queued: list[tuple[int, int]] = []
     full = threading.Event()
     limit_queues, work = Member._limit_queues, Member._work
@@ -59,9 +58,9 @@ def test_what_is_queued_of_hundreds_of_partitions(outbox_postgres, outbox_kafka,
     monkeypatch.setattr(Member, "_limit_queues", limited)
     monkeypatch.setattr(Member, "_work", worked)
     with log.consuming() as running:
-        running.wait(lambda: log.count() == PARTITIONS * each, "the effects")
+        running.wait(lambda: log.count() == PARTITIONS // 2 * sum(each for each, _, _ in KINDS), "the effects")
     assert full.is_set()
     messages, sizes = map(max, zip(*queued, strict=True))
-    assert messages == PARTITIONS * share
-    assert sizes <= PARTITIONS * share * (size + 50)
+    assert messages == PARTITIONS // 2 * sum(share for _, _, share in KINDS)
+    assert sizes <= PARTITIONS // 2 * sum(share * (size + 50) for _, size, share in KINDS)
     log.check()

@@ -100,28 +100,6 @@ def test_a_paused_broker_is_there_and_does_not_answer(solo: Solo) -> None:
     assert client.list_topics(timeout=30).brokers
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can drop to another user")
-def test_root_drops_to_a_user_who_owns_the_data(solo: Solo, tmp_path: Path) -> None:
-    """And who gets what an earlier version has left as root's, but not what links in it lead to."""
-    cluster, ours = solo.cluster, tmp_path / "ours"
-    ours.touch()
-    user = dropped(cluster)
-    topics = Topics(cluster.bootstrap_servers)
-    topic = topics.create_topic(topics.name("orders"))
-    produce(cluster, topic, range(10))
-    cluster.kill_broker(0)
-    [logs] = (log.parent for log in cluster.logs)
-    (logs / "link").symlink_to(ours)
-    for path in cluster.data_dir.rglob("*"):
-        os.lchown(path, 0, 0)
-    cluster.start_broker(0)
-    assert dropped(cluster) == user
-    assert values(topics.consume(topic)) == list(range(10))
-    [data] = cluster.data_dir.glob("broker-1/data")
-    assert {path.stat().st_uid for path in (data, *data.rglob("*"))} == {user}
-    assert (ours.stat().st_uid, (cluster.data_dir / "broker-1").stat().st_uid) == (0, 0)
-
-
 def dropped(cluster: KafkaCluster) -> int:
     """The user that the broker runs as, who is not root and has no group of root's."""
     [pid] = cluster.pids
@@ -131,15 +109,31 @@ def dropped(cluster: KafkaCluster) -> int:
     return process.uids().real
 
 
+def leave_as_roots(cluster: KafkaCluster, file: Path) -> None:
+    """Make all of its directory root's, as an earlier version did, and link a file in it."""
+    [logs] = (log.parent for log in cluster.logs)
+    (logs / "link").symlink_to(file)
+    for path in cluster.data_dir.rglob("*"):
+        os.lchown(path, 0, 0)
+
+
 def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(
-    solo: Solo, monkeypatch: pytest.MonkeyPatch
+    solo: Solo, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Root drops to a user who owns the data: who gets what an earlier version has left as root's, but not what links
+    in it lead to.
+    """
     directory, addresses, pids = solo.cluster.data_dir, solo.cluster.bootstrap_servers, solo.cluster.pids
+    is_root, ours = os.geteuid() == 0, tmp_path / "ours"
+    ours.touch()
+    user = dropped(solo.cluster) if is_root else None
     topics = Topics(addresses)
     topic = topics.create_topic(topics.name("orders"), partitions=2)
     produce(solo.cluster, topic, range(100))
     solo.cluster.kill_broker(0)
     assert (solo.cluster.running, solo.cluster.pids) == (False, [])
+    if is_root:
+        leave_as_roots(solo.cluster, ours)
 
     with pytest.raises(ServiceError, match="has 1 brokers, not 3"):
         KafkaCluster(directory, brokers=3).start()
@@ -164,6 +158,11 @@ def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(
         assert again.bootstrap_servers == addresses
         assert again.pids != pids
         assert values(topics.consume(topic)) == list(range(100))
+        if is_root:
+            assert dropped(again) == user
+            [data] = directory.glob("broker-1/data")
+            assert {path.stat().st_uid for path in (data, *data.rglob("*"))} == {user}
+            assert (ours.stat().st_uid, (directory / "broker-1").stat().st_uid) == (0, 0)
     assert directory.exists()
     assert not again.running
 

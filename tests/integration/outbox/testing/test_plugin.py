@@ -16,6 +16,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from confluent_kafka import Producer
+from proxy import TcpProxy
 from support import wait_until
 
 from outbox.sandbox._process import patience
@@ -250,11 +251,11 @@ def test_fixtures_without_the_extra_say_which_one_is_missing(tmp_path: Path) -> 
     )
 
 
-def test_a_topic_is_created_by_another_client_where_the_first_one_found_no_controller(mortal_network, monkeypatch):
+def test_a_topic_is_created_by_another_client_where_the_first_one_found_no_controller(outbox_kafka, monkeypatch):
     monkeypatch.setattr(fixtures, "_ADMIN_TIMEOUT", 5.0)
-    _, proxy = mortal_network
-    proxy.stop()
-    with Topics(proxy.address) as topics:
+    host, port = outbox_kafka.bootstrap_servers.split(":")
+    with TcpProxy(host, int(port)) as proxy, Topics(proxy.address) as topics:
+        proxy.stop()
         first, name = topics._admin, topics.name("Order")
         creating = threading.Thread(target=topics.create_topic, args=(name, 2))
         creating.start()

@@ -60,22 +60,23 @@ def abort(monkeypatch) -> threading.Event:
     return due
 
 
-@pytest.mark.parametrize(("start", "offset"), [("latest", -1), ("earliest", 3)])
-def test_after_an_abort(place, mortal_network, abort, start, offset):
+def test_after_an_abort(place, mortal_network, abort):
+    """None, which would be the end for the first member, and then an earlier one."""
     _, proxy = mortal_network
-    member = place.member(copied(place), by=proxy, start=start)
-    with running(member):
-        wait_until(lambda: place.positions()[0].offset == 0, 60, "the beginning")
-        place.feed(range(5))
-        wait_until(lambda: member.committed == 5, 60, "the first messages")
-        earlier = len(proxy.fired)
-        # Only what is edited twice was asked for again.
-        proxy.on(OFFSET_FETCH, edit_response(instead(offset, of=5)), times=2)
-        abort.set()
-        place.feed(range(5, 10))
-        wait_until(lambda: place.position() == 10, 60, "the others")
-    assert len(proxy.fired) == earlier + 2
-    assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(10))
+    for start, there, offset in (("latest", 0, -1), ("earliest", 10, 3)):
+        member = place.member(copied(place), by=proxy, start=start)
+        with running(member):
+            wait_until(lambda n=there: place.positions()[0].offset == n, 60, "the beginning")
+            place.feed(range(there, there + 5))
+            wait_until(lambda member=member: member.committed == 5, 60, "the first messages")
+            earlier = len(proxy.fired)
+            # Only what is edited twice was asked for again.
+            proxy.on(OFFSET_FETCH, edit_response(instead(offset, of=there + 5)), times=2)
+            abort.set()
+            place.feed(range(there + 5, there + 10))
+            wait_until(lambda n=there: place.position() == n + 10, 60, "the others")
+            assert len(proxy.fired) == earlier + 2
+    assert sorted(json.loads(message.value())["n"] for message in place.kafka.consume(place.target)) == list(range(20))
 
 
 def test_what_kafka_has_lost_is_not_read_again(place, mortal_network, abort, monkeypatch, caplog):
@@ -96,11 +97,11 @@ def test_what_kafka_has_lost_is_not_read_again(place, mortal_network, abort, mon
 
 def test_a_process_that_has_just_started(place, mortal_network, monkeypatch):
     """It knows no position, so a missing one is not taken for that of a new group at once."""
-    monkeypatch.setattr(_positions, "NEW_SECONDS", 3.0)
     _, proxy = mortal_network
     place.feed(range(5))
     with running(place.member(copied(place))):
         wait_until(lambda: place.position() == 5, 60, "the first messages")
+    monkeypatch.setattr(_positions, "NEW_SECONDS", 3.0)
     member = place.member(copied(place), by=proxy)
     place.feed(range(5, 10))
     earlier = len(proxy.fired)

@@ -19,7 +19,7 @@ from outbox.transform import KafkaRefused, Record, Transformer, _output
 
 __all__ = ["_soon"]
 
-MESSAGES = 8000
+MESSAGES = 3000
 
 
 @pytest.fixture

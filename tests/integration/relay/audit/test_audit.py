@@ -21,11 +21,19 @@ from outbox import Event, Outbox
 from outbox.inbox import Reject
 from relay.audit import comparison, findings, tables
 from relay.audit.topics import Topics
+from relay.operations import topic_scan
 
 __all__ = ["order", "pipeline"]
 
-MANY = 5_200
-"""Events for more than one batch of the audit's readers."""
+MANY = 1_200
+"""Events for more than one batch of the audit's readers, and for more differences than are named."""
+
+
+@pytest.fixture
+def small_batches(monkeypatch) -> None:
+    """The audit's readers read a thousand at once."""
+    monkeypatch.setattr(tables, "_ROWS_AT_ONCE", 1_000)
+    monkeypatch.setattr(topic_scan, "_AT_ONCE", 1_000)
 
 
 def states(pipeline: Pipeline, event_id: str) -> list[str]:
@@ -85,7 +93,7 @@ def test_what_is_equal_what_is_under_way_and_what_a_group_lacks_or_has_too_much(
         assert (status, end - since) == (0, dt.timedelta(minutes=minutes)), until
 
 
-def test_what_an_at_most_once_group_gives_up_is_named(pipeline):
+def test_what_an_at_most_once_group_gives_up_is_named(pipeline, small_batches):
     ids = pipeline.add(MANY)
     pipeline.published()
     first = json.loads(pipeline.record(ids[0]).value())

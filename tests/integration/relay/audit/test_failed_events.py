@@ -12,9 +12,11 @@ from rows_and_roles import bury
 from spans import relay
 from support import order, wait_until
 
+from relay.audit import tables
 from relay.audit.sums import minute_of, minute_start
 from relay.audit.tables import Tables
 from relay.kafka.routing import Router
+from relay.operations import dead_letters, topic_scan
 
 __all__ = ["order", "pipeline"]
 
@@ -28,12 +30,14 @@ def swap(pipeline: Pipeline, one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_an_event_that_is_retried_behind_later_ones_of_its_key(outbox_postgres, outbox_kafka, order, held):
+def test_an_event_that_is_retried_behind_later_ones_of_its_key(outbox_postgres, outbox_kafka, order, monkeypatch, held):
     """That is no difference, unless its key has waited for it; and the others of its key are compared as ever."""
     pipeline = Pipeline(outbox_postgres, outbox_kafka, *order)
     pipeline.kept_before()
+    for module, name in ((dead_letters, "_BATCH"), (tables, "_ROWS_AT_ONCE"), (topic_scan, "_AT_ONCE")):
+        monkeypatch.setattr(module, name, 200)
     # More than one batch of those who retry and read, with one more key than has a later event.
-    many = 0 if held else 2_600
+    many = 0 if held else 500
     dead, *others = pipeline.add(1 + many, keys=1 + many, ago=600)
     bury(pipeline.database.url, dead, *others, held=held)
     pipeline.add(many, keys=many, ago=600)
@@ -91,11 +95,11 @@ def test_ten_thousand_of_the_hundred_thousand_events_of_a_key_are_retried(outbox
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         connection.execute(_MANY, (minute_start(hour.start),))
         connection.execute(_EACH_RETRIED)
-        tables = Tables(connection, "outbox", Router({}), None, hour, b"key")
+        read = Tables(connection, "outbox", Router({}), None, hour, b"key")
 
         def misplaced() -> list[tuple[int, int]]:
-            with tables.snapshot():
-                found = tables.misplaced()
+            with read.snapshot():
+                found = read.misplaced()
             return sorted((UUID(one.event_id).int & 0xFFFFFFFF, UUID(one.before_id).int & 0xFFFFFFFF) for one in found)
 
         assert misplaced() == []
@@ -145,11 +149,11 @@ def test_an_event_that_is_on_kafka_and_failed_for_good(pipeline):
     ids = pipeline.sent(5)
     [(archived,)] = pipeline.rows(f"SELECT p::text FROM outbox.published AS p WHERE event_id = '{ids[3]}'")
     bury(pipeline.database.url, ids[3], table="published")
-    assert pipeline.differences() == [("repeated", ids[3])]
-    assert "is a dead letter" in pipeline.audit()[1]["differences"][0]["text"]
-    pipeline.command("dead-letters", "discard", ids[3], "--reason", "known")
-    assert pipeline.differences() == [("repeated", ids[3])]
-    assert "was discarded" in pipeline.audit()[1]["differences"][0]["text"]
+    for said in ("is a dead letter", "was discarded"):
+        [one] = pipeline.audit()[1]["differences"]
+        assert (one["kind"], one["event_id"], said in one["text"]) == ("repeated", ids[3], True)
+        if said == "is a dead letter":
+            pipeline.command("dead-letters", "discard", ids[3], "--reason", "known")
     # As if its contents had been taken from the audit, and sent again.
     with psycopg.connect(pipeline.database.url) as connection:
         connection.execute("INSERT INTO outbox.published SELECT (%s::outbox.published).*", (archived,))

@@ -64,8 +64,8 @@ def test_an_event_that_was_deleted_before_it_was_published(ledger, archive_days)
         ledger.run(f"DELETE FROM outbox.events WHERE event_id = '{more[1]}'")
         ledger.command("relay", "resume")
         ledger.published()
-        assert ledger.differences(*topic) == [("missing", None)]
         [one] = ledger.audit(*topic)[1]["differences"]
+        assert (one["kind"], one["event_id"]) == ("missing", None)
         # All of one minute, or the last three alone in the next one.
         assert re.match(r"(63|3) events written, and (62|2) in the outbox or (its archive|on Kafka)", one["text"])
 
@@ -250,8 +250,10 @@ def test_a_partition_that_retention_has_emptied_hides_no_loss(ledger, monkeypatc
 
 def test_what_was_published_while_no_archive_was_kept_is_not_unknown(ledger):
     """Between two times at which one was kept, only the ledger knows it."""
+    # In the middle of one minute.
+    at = time.time() // 60 * 60 - 570
     for archive_days in (1, 0, 1):
-        written(ledger, 5)
+        ledger.add(5, ago=int(time.time() - at))
         with relay(ledger.database, ledger.kafka, relay__archive_days=archive_days):
             ledger.published()
     status, found = ledger.audit()
@@ -278,8 +280,8 @@ def test_what_at_most_once_loses_is_counted(ledger, acks):
             wait_until(lambda: ledger.rows(dead) == [(1,)], what="the dead letter")
             assert ledger.differences("--topic", ledger.topic) == []
         else:
-            assert ledger.differences("--topic", ledger.topic) == [("missing", None)]
             [one] = ledger.audit("--topic", ledger.topic)[1]["differences"]
+            assert (one["kind"], one["event_id"]) == ("missing", None)
             assert re.match(r"\d+ events? written, and \d+ in the outbox or on Kafka", one["text"])
     assert ledger.rows(dead) == [(acks,)]
     if acks:
@@ -347,10 +349,11 @@ def test_writers_need_no_right_on_it_and_one_row_is_added_a_statement(ledger):
     try:
         ledger.run(f"GRANT USAGE ON SCHEMA outbox TO {role}")
         ledger.run(f"GRANT INSERT ON outbox.events TO {role}")
-        ledger.run(
-            f"SET ROLE {role}; "
-            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', 'k', 'E')"
-        )
+        with psycopg.connect(ledger.database.url) as writer:
+            writer.execute(f"SET ROLE {role}")
+            writer.execute(
+                "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', 'k', 'E')"
+            )
     finally:
         ledger.run(f"DROP OWNED BY {role}; DROP ROLE {role}")
     assert ledger.rows("SELECT sum(events) FROM outbox.ledger") == [(1001,)]

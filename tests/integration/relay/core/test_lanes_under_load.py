@@ -10,6 +10,7 @@ from functools import partial
 import psycopg
 import pytest
 from rows_and_roles import outbox
+from spans import relay
 from support import Load, await_stops, backlog, check, drained, ends, look_up, numbers_by_key, wait_until, write
 
 from outbox import Event, SchemaError
@@ -26,6 +27,12 @@ def published(url: str) -> None:
     wait_until(lambda: look_up(url, settled, last) == [(True,)], 60, "relays that publish")
 
 
+def taken(url: str) -> None:
+    """Wait until a relay has all lanes."""
+    held = "SELECT bool_and(lease_until > clock_timestamp()) FROM outbox.lanes"
+    wait_until(lambda: look_up(url, held) == [(True,)], what="the lanes to be taken")
+
+
 def test_relays_stop_and_writers_do_not(outbox_postgres, outbox_kafka, outbox_relay):
     """To fewer lanes; to more: test_not_while_it_is_unknown_what_is_on_kafka and test_a_blocked_key_goes_along."""
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
@@ -36,8 +43,8 @@ def test_relays_stop_and_writers_do_not(outbox_postgres, outbox_kafka, outbox_re
         relays = [outbox_relay(**settings) for _ in range(2)]
         load.more(300)
         published(url)
-        for relay in relays:
-            ends(relay)
+        for each in relays:
+            ends(each)
         load.more(200)
         assert backlog(url) > 0
         db.change_lanes(url, 2)
@@ -59,56 +66,73 @@ def test_not_while_it_is_unknown_what_is_on_kafka(outbox_postgres, outbox_kafka,
         wait_until(lambda: look_up(url, free) == [(4,)], what="the leases to end")
         with pytest.raises(SchemaError, match="it is not known which events are on Kafka"):
             db.change_lanes(url, 7)
-        relay = outbox_relay(**settings)
+        heir = outbox_relay(**settings)
         load.more(100)
         # It has settled what the markers name: one that ends before it took the lanes over leaves that to the next.
         published(url)
-        ends(relay)
+        ends(heir)
         db.change_lanes(url, 7)
         outbox_relay(**settings)
         load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-@pytest.mark.parametrize(
-    ("batch", "way_out"), [(5, "`outbox relay reconcile --apply`"), (500, "start a relay, wait until")]
-)
-def test_not_after_a_restore_that_has_lost_commits(outbox_postgres, outbox_kafka, outbox_relay, batch, way_out):
-    """All of a lane's events are in other lanes then, where no marker names them."""
-    url, kind, name = outbox_postgres.url, outbox_kafka.name("Order"), outbox_kafka.name("outbox")
-    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
-    settings = {"delivery": "exactly-once", "name": name, "relay__batch_size": batch}
-    columns = "id, event_id, aggregate_type, aggregate_id, event_type, payload"
-    relay = outbox_relay(**settings)
-    write(url, [Event(kind, f"k{n}", "T", {"n": 0}) for n in range(100)])
-    drained(url)
-    ends(relay)
-    write(url, [Event(kind, f"k{n}", "T", {"n": 1}) for n in range(100)])
+SAVED = "id, event_id, aggregate_type, aggregate_id, event_type, payload"
+
+
+def save(url: str) -> None:
+    """Keep the events and the lanes' batches as they are, for ``lose_commits``."""
     with psycopg.connect(url) as connection:
-        connection.execute(f"CREATE TABLE saved AS SELECT {columns} FROM outbox.events")
+        connection.execute("DROP TABLE IF EXISTS saved, saved_lanes")
+        connection.execute(f"CREATE TABLE saved AS SELECT {SAVED} FROM outbox.events")
         connection.execute("CREATE TABLE saved_lanes AS SELECT lane, last_batch FROM outbox.lanes")
-    relay = outbox_relay(**settings)
-    drained(url)
-    ends(relay)
+
+
+def lose_commits(url: str) -> None:
+    """Undo what relays have settled since, as a restore does."""
     with psycopg.connect(url) as connection:
-        connection.execute(f"INSERT INTO outbox.events ({columns}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM saved")
+        connection.execute(f"INSERT INTO outbox.events ({SAVED}) OVERRIDING SYSTEM VALUE SELECT {SAVED} FROM saved")
         connection.execute(
             "UPDATE outbox.lanes AS l SET last_batch = s.last_batch FROM saved_lanes AS s WHERE s.lane = l.lane"
         )
+
+
+def test_not_after_a_restore_that_has_lost_commits(outbox_postgres, outbox_kafka):
+    """All of a lane's events are in other lanes then, where no marker names them. One batch a relay settles itself."""
+    url, kind, name = outbox_postgres.url, outbox_kafka.name("Order"), outbox_kafka.name("outbox")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
     command = partial(outbox, url, kafka__bootstrap_servers=outbox_kafka.bootstrap_servers, name=name)
-    assert way_out in command("db", "lanes", "7", status=1)
-    assert look_up(url, "SELECT count(*) FROM outbox.lanes") == [(4,)]
+
+    def publish(batch: int) -> None:
+        with relay(outbox_postgres, outbox_kafka, delivery="exactly-once", name=name, relay__batch_size=batch):
+            taken(url)
+            drained(url)
+
+    def add(n: int) -> None:
+        write(url, [Event(kind, f"k{key}", "T", {"n": n}) for key in range(100)])
+
+    def lost(batch: int, way_out: str) -> None:
+        """Publish what is there in batches of this size, and lose it."""
+        save(url)
+        publish(batch)
+        lose_commits(url)
+        assert way_out in command("db", "lanes", "7", status=1)
+        assert look_up(url, "SELECT count(*) FROM outbox.lanes") == [(4,)]
+
+    add(0)
+    publish(500)
+    add(1)
+    lost(500, "start a relay, wait until")
+    publish(5)
+    add(2)
+    lost(5, "`outbox relay reconcile --apply`")
     command("relay", "reconcile", "--apply", "--reason", "restored")
-    relay = outbox_relay(**settings)
-    drained(url)
-    relay.wait_for_log("lanes acquired")
-    ends(relay)
+    publish(5)
     for lanes in ("7", "5"):
         command("db", "lanes", lanes)
-    outbox_relay(**settings)
-    drained(url)
+    publish(5)
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
-    assert (seen, repeats) == ({f"k{n}": [0, 1] for n in range(100)}, 0)
+    assert (seen, repeats) == ({f"k{n}": [0, 1, 2] for n in range(100)}, 0)
 
 
 def test_not_on_after_postgres_went_back_to_when_their_number_had_changed(outbox_postgres, outbox_kafka, outbox_relay):
@@ -119,10 +143,9 @@ def test_not_on_after_postgres_went_back_to_when_their_number_had_changed(outbox
     command = partial(outbox, url, kafka__bootstrap_servers=outbox_kafka.bootstrap_servers, name=name)
 
     def publish() -> None:
-        relay = outbox_relay(**settings)
-        relay.wait_for_log("lanes acquired")
-        drained(url)
-        ends(relay)
+        with relay(outbox_postgres, outbox_kafka, **settings):
+            taken(url)
+            drained(url)
 
     # As many of each lane: where the keys of a type fall is chance.
     keys = [
@@ -135,19 +158,12 @@ def test_not_on_after_postgres_went_back_to_when_their_number_had_changed(outbox
         write(url, [Event(kind, key, "T", {"n": n}) for key in keys])
         if lanes != "7":
             publish()
-    columns = "id, event_id, aggregate_type, aggregate_id, event_type, payload"
-    with psycopg.connect(url) as connection:
-        connection.execute(f"CREATE TABLE saved AS SELECT {columns} FROM outbox.events")
-        connection.execute("CREATE TABLE saved_lanes AS SELECT lane, last_batch FROM outbox.lanes")
+    save(url)
     publish()
-    with psycopg.connect(url) as connection:
-        connection.execute(f"INSERT INTO outbox.events ({columns}) OVERRIDING SYSTEM VALUE SELECT {columns} FROM saved")
-        connection.execute(
-            "UPDATE outbox.lanes AS l SET last_batch = s.last_batch FROM saved_lanes AS s WHERE s.lane = l.lane"
-        )
-    relay = outbox_relay(**settings)
-    await_stops(relay, 7)
-    ends(relay)
+    lose_commits(url)
+    stopped = outbox_relay(**settings)
+    await_stops(stopped, 7)
+    ends(stopped)
     command("relay", "reconcile", "--apply", "--reason", "restored")
     publish()
     seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
@@ -157,12 +173,12 @@ def test_not_on_after_postgres_went_back_to_when_their_number_had_changed(outbox
 def test_a_blocked_key_goes_along(outbox_postgres, outbox_kafka, outbox_relay):
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2, {"max.message.bytes": "20000"})
-    relay = outbox_relay(failures__max_attempts=1)
+    former = outbox_relay(failures__max_attempts=1)
     keys = [f"k{number}" for number in range(20)]
     write(url, [Event(kind, key, "T", os.urandom(60_000)) for key in keys])
     write(url, [Event(kind, key, "T", {"n": n}) for n in range(5) for key in keys])
     wait_until(lambda: look_up(url, "SELECT count(*) FROM outbox.dead_letters") == [(20,)], 60, "the dead letters")
-    ends(relay)
+    ends(former)
     assert backlog(url) == 100
     db.change_lanes(url, 7)
     outbox_relay(failures__max_attempts=1)

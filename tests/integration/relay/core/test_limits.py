@@ -68,7 +68,7 @@ def add(url: str, lane: int) -> None:
 
 @pytest.mark.parametrize(
     ("url", "lock", "statement", "why"),
-    [("direct", 600, 2, "statement timeout"), ("pooled", 0.2, 600, "lock timeout")],
+    [("direct", 600, 1, "statement timeout"), ("pooled", 0.2, 600, "lock timeout")],
     indirect=["url"],
     ids=["statement", "lock"],
 )

@@ -21,7 +21,7 @@ from relay.operations.hidden_events import abort_hanging
 
 __all__ = ["hanging", "unverified"]
 
-TIMEOUT = 5.0
+TIMEOUT = 3.0
 
 
 def undecided(outbox) -> list:

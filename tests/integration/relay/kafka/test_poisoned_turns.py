@@ -11,7 +11,7 @@ from support import wait_until
 from wal_support import to_wal
 
 FIRST, _, LAST = SIZES
-ONCE = Counter({f"k{n:05}": 1 for n in range(4000)})
+ONCE = Counter({f"k{n:05}": 1 for n in range(2000)})
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outbox_postgres, outbox
     # Where a lease may not outlast a delivery, or that is late, events that are tried again go with the others once.
     kafka = {"bootstrap.servers": outboxed.kafka.bootstrap_servers, "delivery.timeout.ms": "60000"}
     settings = outboxed.settings(source, kafka=kafka, relay={"lease_seconds": 600.0})
-    outboxed.write(2000)
+    outboxed.write(1000)
     with relaying(settings):
         wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
         before = Counter(costs)
@@ -35,7 +35,7 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outbox_postgres, outbox
 
         def dead() -> bool:
             # Others have events in nearly all turns in which they are tried again.
-            outboxed.write(64, first=4000 + len(written))
+            outboxed.write(64, first=2000 + len(written))
             written.extend(range(64))
             return sorted(outboxed.dead()) == KEYS
 
@@ -47,7 +47,7 @@ def test_a_refused_event_costs_its_own_turns_and_no_join(outbox_postgres, outbox
     print(f"{source}: {dict(spent)}")
     assert sorted(outboxed.dead()) == KEYS
     assert outboxed.sizes() == dict.fromkeys(KEYS, (FIRST, LAST))
-    assert outboxed.others() == ONCE + Counter(f"k{n:05}" for n in range(4000, 4000 + len(written)))
+    assert outboxed.others() == ONCE + Counter(f"k{n:05}" for n in range(2000, 2000 + len(written)))
     # The others fail with it when it is met first. Then it is tried alone: once for each attempt, and once more if
     # two of a partition were in one request.
     assert spent["refused with others"] <= len(KEYS)
@@ -76,7 +76,7 @@ def test_a_relay_that_takes_over_while_events_are_refused(outbox_postgres, outbo
     }
     if source == "wal":
         to_wal(outboxed.url, settings)
-    outboxed.write(2000)
+    outboxed.write(1000)
     former = outbox_relay(**settings)
     wait_until(lambda: outboxed.waits() == 0, 60, "the first events")
     outboxed.write_all()

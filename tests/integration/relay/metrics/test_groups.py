@@ -300,7 +300,7 @@ def test_what_waits_for_an_operator(watched, monkeypatch):
     assert watched.waiting() == (0, 1, 0)
     assert firing(collected(watched.registry)) & alerts == {"ConsumerLosses"}
     waiting.dead(1)
-    monkeypatch.setattr(groups, "_KAFKA_SECONDS", 1.0)
+    monkeypatch.setattr(groups, "_KAFKA_SECONDS", 0.3)
     watched.start(servers="127.0.0.1:1")
     watched.look()
     assert (watched.waiting(), watched.value("lag_messages", topic=watched.topic)) == ((1, 1, 0), None)
@@ -433,7 +433,7 @@ def test_who_shows_nothing(watched):
 
 
 def test_servers_that_are_away(watched, monkeypatch):
-    monkeypatch.setattr(groups, "_KAFKA_SECONDS", 1.0)
+    monkeypatch.setattr(groups, "_KAFKA_SECONDS", 0.3)
     watched.start(url="postgresql://127.0.0.1:1/x")
     with pytest.raises(DatabaseUnavailable):
         watched.watch.look()

@@ -108,7 +108,9 @@ def test_waiting_events_of_256_lanes_come_newest_first(connection):
     assert (types.keys(), sum(types.values())) == ({"Order", "Rare"}, EVENTS // 2 + 1_000)
 
 
-def test_copies_wait_for_the_dead_letter_topic(connection):
+def test_copies_wait_for_the_dead_letter_topic(connection, monkeypatch):
+    """Here Kafka is away, and is not waited for."""
+    monkeypatch.setattr("relay.pipeline.topics._SECONDS", 0.2)
     connection.execute(FILL, (4,))
     connection.execute(
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload, headers, from_relay) "

@@ -363,7 +363,7 @@ def test_of_rows_with_one_event_id_only_those_on_kafka_go(restored):
 
 def test_an_open_transaction_is_named_with_the_way_out(restored):
     """What is on Kafka is not decided before it ends: nothing is compared, and nothing is changed."""
-    restored.program = IMPATIENT
+    restored.program, restored.decide_seconds = IMPATIENT, 0.2
     restored.put("scheduled", later := new_id(), ", not_before", ", now() + interval '1 hour'")
     restored.send(later)
     hidden = {"key": restored.key, "headers": [("ce_id", new_id())]}
@@ -380,6 +380,7 @@ def test_an_open_transaction_is_named_with_the_way_out(restored):
     assert restored.run("SELECT count(*) FROM outbox.scheduled") == [(1,)]
     assert restored.run("SELECT FROM outbox.audit") == []
     producer.abort_transaction(30)
+    restored.kafka.await_transactions(restored.topics[0])
     assert restored.recover("--reason", "restored")["scheduled"] == [later]
 
 

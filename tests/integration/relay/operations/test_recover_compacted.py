@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 from kafka_proxy import DESCRIBE_CONFIGS, drop_request
 from reconcile_support import Outbox, outbox
 from recover_support import ARCHIVE, Restored, ids, new_id, restored
@@ -32,6 +33,24 @@ def compacted(restored) -> Restored:
     return restored
 
 
+@pytest.fixture
+def quick_compaction(outbox_kafka) -> Iterator[None]:
+    """The broker looks all the time for what it may compact, and not every 15 seconds."""
+    admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    brokers = admin.list_topics(timeout=30).brokers
+
+    def change(value: str | None) -> None:
+        kind = AlterConfigOpType.DELETE if value is None else AlterConfigOpType.SET
+        for broker in brokers:
+            entry = ConfigEntry("log.cleaner.backoff.ms", value, incremental_operation=kind)
+            resource = ConfigResource(ConfigResource.Type.BROKER, str(broker), incremental_configs=[entry])
+            admin.incremental_alter_configs([resource])[resource].result(30)
+
+    change("100")
+    yield
+    change(None)
+
+
 def states(restored: Restored, topic: str) -> dict[str, list[str]]:
     """Return the event ids of each key, in the topic's order."""
     found: dict[str, list[str]] = {}
@@ -41,7 +60,7 @@ def states(restored: Restored, topic: str) -> dict[str, list[str]]:
     return found
 
 
-def test_what_was_compacted_away_is_not_published_behind_later_events(compacted, outbox_relay):
+def test_what_was_compacted_away_is_not_published_behind_later_events(compacted, quick_compaction, outbox_relay):
     keys = ("both", "lost", "due", "retried", "skipped", "archived")
     first, last = ({key: new_id() for key in keys} for _ in range(2))
     waiting, early, late, gone = (new_id() for _ in range(4))

@@ -125,7 +125,7 @@ def test_a_missing_topic_that_events_wait_for(status, outbox_postgres, outbox_ka
     url, kind = outbox_postgres.url, outbox_kafka.name("Basket")
     topic = f"{kind.lower()}-events"
     add(url, kind, 3)
-    outbox_relay(create_topics=False)
+    outbox_relay(create_topics=False, relay__max_backoff_seconds=0.2)
     problem = (
         f"topic {topic!r} does not exist, or these credentials may not DESCRIBE it, and its events wait: create it, or "
         "run relays with --create-topics"
@@ -152,7 +152,7 @@ def test_a_missing_dead_letter_topic_that_a_copy_waits_for(status, outbox_postgr
 
 def test_a_kafka_that_does_not_answer_while_events_wait(status, outbox_postgres, monkeypatch):
     monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
-    monkeypatch.setattr(topics, "_SECONDS", 2.0)
+    monkeypatch.setattr(topics, "_SECONDS", 0.7)
     execute(
         outbox_postgres.url, "INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('r', '1', 'infinity')"
     )

@@ -52,11 +52,11 @@ def test_an_event_is_found_in_a_topic_that_relays_may_write(outbox_postgres, out
             assert trace(event_id, "--since", time) == (0 if found else 1, found, True, []), event_id
 
 
-@pytest.mark.parametrize("patience", ["5", "60"], ids=["time is over", "nothing comes any more"])
+@pytest.mark.parametrize("patience", ["3", "60"], ids=["time is over", "nothing comes any more"])
 def test_what_is_found_is_kept_where_another_topic_hangs(patience, outbox_postgres, outbox_kafka, monkeypatch):
     """A transaction that stays open has no end: the search stops at its deadline, also if nothing is read."""
     if patience == "60":
-        monkeypatch.setattr(topic_scan, "_SECONDS", 5.0)
+        monkeypatch.setattr(topic_scan, "_SECONDS", 3.0)
     servers, event_id = outbox_kafka.bootstrap_servers, str(uuid7())
     fine, hanging = (outbox_kafka.create_topic(outbox_kafka.name(name)) for name in ("fine", "hanging"))
     producer = Producer({"bootstrap.servers": servers})
@@ -73,8 +73,8 @@ def test_what_is_found_is_kept_where_another_topic_hangs(patience, outbox_postgr
     assert (done.exit_code, [one["topic"] for one in found["messages"]]) == (0, [fine])
     (why,) = found["unseen"]
     assert not found["searched_to_the_end"]
-    assert f"Kafka: {hanging} partition 0 could not be read to the end within 5 s" in why
-    assert ("give more --seconds" in why) == (patience == "5")
+    assert f"Kafka: {hanging} partition 0 could not be read to the end within 3 s" in why
+    assert ("give more --seconds" in why) == (patience == "3")
 
 
 def test_header_names_that_are_no_text_are_passed_over(outbox_kafka):

@@ -59,7 +59,7 @@ def test_a_relay_needs_no_more_than_is_granted(shell, roles, outbox_kafka, outbo
     kind, topic = order
     url, shell.slot = shell.url, wal["wal__slot"]
     # Nobody is killed before the first look at the topic: a slow first request must not be given up and sent again.
-    wal |= {"relay__lease_seconds": 5.0}
+    wal |= {"relay__lease_seconds": 5.0, "relay__max_backoff_seconds": 0.2}
     relay_role, writer_role, other = roles("relay"), roles("writer"), roles("other")
     granted = [(RoleKind.WRITER, writer_role), (RoleKind.RELAY, relay_role)]
     for statement in grants(granted, "outbox", "consumer", wal=True):

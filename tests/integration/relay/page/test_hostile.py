@@ -28,7 +28,7 @@ NAMES = ("q", "type", "state", "id", "at", "days", "kind", "lane", "after", "bef
 def test_no_address_breaks_it(serve):
     page = serve().sign_in()
 
-    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=50, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from([*VIEWS, *PARTS]), TEXT, st.dictionaries(st.sampled_from(NAMES), TEXT, max_size=4))
     def look(path: str, text: str, query: dict[str, str]) -> None:
         address = path + quote(text, safe="") if path in PARTS else path
@@ -47,7 +47,7 @@ def test_no_form_breaks_it(serve, environment):
     page = serve().sign_in()
     token = page.form_token()
 
-    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=50, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(ACTIONS), st.dictionaries(st.sampled_from(FIELDS), TEXT, max_size=5))
     def act(action: str, fields: dict[str, str]) -> None:
         encoded = {name: value.encode("utf-8", "surrogatepass") for name, value in fields.items()}

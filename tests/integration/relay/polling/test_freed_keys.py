@@ -23,7 +23,7 @@ from relay.polling.source import PollingSource
 
 __all__ = ["outboxed", "quick_marks", "workers"]
 
-WAITING = 5_000
+WAITING = 2_500
 KEYS = 3
 
 pytestmark = pytest.mark.usefixtures("quick_marks")

@@ -1,4 +1,4 @@
-"""Marks over a new source and in the lane's row, with 40,000 events behind a blocked key: when they hold."""
+"""Marks over a new source and in the lane's row, with 25,000 events behind a blocked key: when they hold."""
 
 from __future__ import annotations
 

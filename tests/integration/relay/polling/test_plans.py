@@ -16,14 +16,14 @@ from relay.polling.queries import Queries
 from relay.settle.settlement import Settlement, UnsettledBatch
 from relay.settle.statements import array
 
-ROWS = 40_000
+ROWS = 34_000
 DEAD = 5 * ROWS
 """Ids up to here are those of dead rows. What a test looks up for itself is above them, and found at once."""
 
 
 @pytest.fixture(scope="module")
 def crowded(outbox_postgres_server, _outbox_template):
-    """40,000 live rows, and as many dead ones as 20 lanes of them would have, under an old snapshot."""
+    """34,000 live rows, and as many dead ones as 20 lanes of them would have, under an old snapshot."""
     from outbox.testing.fixtures import Database, token
 
     name = f"crowded_{token()}"

@@ -39,17 +39,17 @@ def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes
     assert sent["Sync"] <= 30, sent
 
 
-@pytest.mark.parametrize("lanes", [4, 256])
-def test_150_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes):
+@pytest.mark.parametrize(("lanes", "most"), [(4, 8), (256, 14)])
+def test_60_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes, most):
     """They are compressed in the table. Of few lanes each has a limit of its own; many are limited together."""
     worker = workers(lanes)
-    insert_huge(worker, 150)
+    insert_huge(worker, 60)
     there = worker.ids()
     source = worker.source()
     seen: dict[int, list[int]] = {}
     turns: list[int] = []
     nothing = 0
-    while nothing < 20 and sum(map(len, seen.values())) < 150:
+    while nothing < 20 and sum(map(len, seen.values())) < 60:
         fetched = source.fetch(worker.limits())
         nothing = 0 if fetched.batches else nothing + 1
         turns.append(sum(len(claim.value) for batch in fetched.batches.values() for claim in batch))
@@ -60,18 +60,18 @@ def test_150_events_of_900_kb_leave_in_turns_that_fit_into_memory(workers, lanes
     assert backlog(worker.database.url) == 0
     assert max(turns) <= TURN_BYTES, [size >> 20 for size in turns]
     # And not one by one.
-    assert len(turns) < 20, [size >> 20 for size in turns]
+    assert len(turns) < most, [size >> 20 for size in turns]
 
 
 def test_small_events_are_read_at_full_size_again_after_huge_ones(workers):
     worker = workers(256)
-    insert_huge(worker, 100)
+    insert_huge(worker, 40)
     worker.insert(30_000)
     there = worker.ids()
     source = worker.source()
     seen: dict[int, list[int]] = {}
     lanes = []
-    while sum(map(len, seen.values())) < 30_100:
+    while sum(map(len, seen.values())) < 30_040:
         fetched = source.fetch(worker.limits())
         assert fetched.batches
         lanes.append(len(fetched.batches))

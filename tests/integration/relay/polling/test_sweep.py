@@ -1,4 +1,4 @@
-"""Late events below the low-water mark, and marks over a new source, with 40,000 events behind a blocked key."""
+"""Late events below the low-water mark, and marks over a new source, with 25,000 events behind a blocked key."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_late_event_that_is_not_published_is_read_again_before_later_ones_of_i
 
 def test_more_late_events_than_a_sweep_names_are_all_found_in_order(blocked, monkeypatch):
     monkeypatch.setattr(sweep, "_MOST", 20)
-    ids = [blocked.first + 1000 + 700 * number for number in range(50)]
+    ids = [blocked.first + 1000 + 450 * number for number in range(50)]
     for id_ in ids:
         blocked.make_room(id_)
         blocked.write("late", 1, first=id_)

@@ -11,6 +11,7 @@ from support import wait_until
 from takeover_support import LANES, Place, Worker, place
 
 from outbox.errors import OutboxError
+from relay import database
 from relay.core.ports import Completed, DatabaseUnavailable, Fetched, LaneLocked, LaneLost, Sent
 
 __all__ = ["place"]
@@ -176,10 +177,12 @@ def test_the_deadline_holds_for_lanes_whose_leases_were_prolonged_meanwhile(plac
     assert worker.source.settlement.collect() == {}
 
 
-def test_readers_do_not_wait_for_a_database_that_does_not_answer(place):
+def test_readers_do_not_wait_for_a_database_that_does_not_answer(place, monkeypatch):
     """Its rows are locked by somebody, or a standby that must have them is away: the transaction is aborted in time."""
+    # After this time the statement ends, long after readers need it.
+    monkeypatch.setattr(database, "_LOCK_SECONDS", 5.0)
     worker, first = begun(place)
-    worker.publisher._delivery_seconds = 3.0
+    worker.publisher._delivery_seconds = 2.0
     with psycopg.connect(place.tables.url) as other:
         other.execute("SELECT FROM outbox.events ORDER BY id FOR UPDATE")
         fetched = fetch(worker)

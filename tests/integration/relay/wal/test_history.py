@@ -178,6 +178,6 @@ def test_the_last_batch_before_a_failover_is_never_published_again(private_postg
 def test_a_random_history(outboxed, chance, once):
     history = RandomHistory(outboxed(chance.choice([1, 2])), chance, once=once)
     history.start()
-    for _ in range(120):
+    for _ in range(80):
         history.step()
     history.end()

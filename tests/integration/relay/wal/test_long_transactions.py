@@ -23,7 +23,7 @@ __all__ = ["outboxed"]
 COUNT = 20_000
 MORE = 120_000
 """More than the sockets' buffers hold, of the ids that the stream has."""
-LIMIT_SECONDS = 2
+LIMIT_SECONDS = 1
 
 WRITE = """
 INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)

@@ -25,7 +25,7 @@ def test_what_a_kept_client_reports_does_not_pile_up(driver, monkeypatch, every)
     with kept(ReaderSettings({"bootstrap.servers": driver.topics.bootstrap_servers}, GROUP)):
         pass
     with in_background(partial(driver.runner.continuous, every=every)):
-        for _ in range(3):
+        for _ in range(2):
             # Twenty a second come; a poll takes all that wait.
             seen = len(reports)
             wait_until(lambda: len(reports) >= seen + 10, what="the reports of a second")  # noqa: B023

@@ -129,13 +129,13 @@ def test_a_version_that_nothing_is_newer_than_costs_its_message(sink, kind, colu
     upsert = Upsert("s", ["i"], {"i": "i", "v": column}, version="v")
     by_hand = f"INSERT INTO s SELECT i, {column}::{kind} FROM batch ON CONFLICT (i) DO UPDATE SET v = excluded.v"
     version = Version("s", ["i"], column, "v")
-    keys = [n % 100 for n in range(1000)]
+    keys, rows = [n % 100 for n in range(200)], 200
     for effect, strategy in ((upsert, Dedup()), (upsert, version), (by_hand, version)):
         sink.run("TRUNCATE s")
-        bad = {"i": [*keys, *(7 for _ in greatest), *keys], column: [older] * 1000 + greatest + [older] * 1000}
-        found = [sink.next + 1000 + n for n in range(len(greatest))]
+        bad = {"i": [*keys, *(7 for _ in greatest), *keys], column: [older] * rows + greatest + [older] * rows}
+        found = [sink.next + rows + n for n in range(len(greatest))]
         assert sink.apply(effect, bad, None, strategy=strategy) == ("rejected", found)
-        assert sink.apply(effect, {"i": keys, column: [older] * 1000}, None, strategy=strategy)[0] == "applied"
+        assert sink.apply(effect, {"i": keys, column: [older] * rows}, None, strategy=strategy)[0] == "applied"
         assert sink.apply(effect, {"i": [7], column: [newer]}, None, strategy=strategy) == ("applied", [1])
         stored = f"SELECT v = '{newer}', v > '{older}' FROM s WHERE i = 7"
         assert (sink.run(stored), sink.run("SELECT count(*) FROM s")) == ([(True, True)], [(100,)])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import at_most_once_task
@@ -24,12 +25,21 @@ def group(outbox_postgres) -> ConsumerGroup:
     return found
 
 
-def kill(group: ConsumerGroup, start: int, at: str) -> None:
-    given = {"url": group.url, "start": start, "count": SIZE, "at": at}
-    script = at_most_once_task.__file__
+@pytest.fixture(scope="module")
+def killed() -> Iterator[Callable[[ConsumerGroup, int, str], None]]:
+    """Run a range from an offset on in a process that is killed at a point."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
-    done = subprocess.run([sys.executable, script, json.dumps(given)], env=environment, check=False, timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    command, piped = [sys.executable, at_most_once_task.__file__], subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=piped, stdout=piped, text=True) as process:
+        asked, answered = process.stdin, process.stdout
+        assert asked is not None
+        assert answered is not None
+
+        def run(group: ConsumerGroup, start: int, at: str) -> None:
+            print(json.dumps({"url": group.url, "start": start, "count": SIZE, "at": at}), file=asked, flush=True)
+            assert answered.readline() == f"{-signal.SIGKILL}\n"
+
+        yield run
 
 
 def calls(group: ConsumerGroup) -> list[int]:
@@ -56,13 +66,13 @@ def losses(group: ConsumerGroup) -> list[tuple[int, int]]:
         ("applied", SIZE, False),
     ],
 )
-def test_killed_at_each_step(group, at, called, retried):
+def test_killed_at_each_step(group, killed, at, called, retried):
     """Each message is called for at most once and in order; at most this range is lost, and recorded.
 
     What is stored is the same at each step behind the move, whether the range is tried again or not.
     """
     assert at_most_once_task.run(group.url, 0, SIZE)["outcome"] == "applied"
-    kill(group, SIZE, at)
+    killed(group, SIZE, at)
     if retried:
         # As Spark tries a task again. The job ends: otherwise all of a topic could be lost, one worker after the other.
         report = at_most_once_task.run(group.url, SIZE, SIZE)
@@ -87,10 +97,10 @@ def test_a_function_that_fails_loses_its_range_and_is_not_called_again(group):
     assert (calls(group), numbers(group), losses(group)) == ([*range(SIZE)], [], [(0, SIZE)])
 
 
-def test_a_late_attempt_at_an_earlier_range_loses_only_that(group):
+def test_a_late_attempt_at_an_earlier_range_loses_only_that(group, killed):
     """What another attempt has given up meanwhile is that one's, and may be under way."""
     assert at_most_once_task.run(group.url, 0, SIZE)["outcome"] == "applied"
-    kill(group, SIZE, "moved")
+    killed(group, SIZE, "moved")
     assert at_most_once_task.run(group.url, 0, SIZE)["outcome"] == "already"
     assert group.run("SELECT unconfirmed_from, unconfirmed_end FROM consumer.offsets") == [(SIZE, 2 * SIZE)]
     assert group.run("SELECT count(*) FROM consumer.losses") == [(0,)]

@@ -40,6 +40,9 @@ def served(monkeypatch) -> Iterator[Callable[..., Callable[[bytes], socket.socke
 
         def start(patience: float, registry: CollectorRegistry | None = None, health: Any = None) -> Any:
             monkeypatch.setattr(prometheus, "_PATIENCE", patience, raising=False)
+            # A client whose connection does not fit in the system's queue tries again after a second. The product keeps
+            # the 5 of socketserver: this is about its patience with the connections that it has accepted, and how many.
+            monkeypatch.setattr(prometheus._Server, "request_queue_size", 64)
             (port,) = free_ports(1)
             prometheus.serve(f"127.0.0.1:{port}", registry or CollectorRegistry(), health=health)
 

@@ -1,4 +1,4 @@
-"""A transformer whose producer is refused. On brokers: tests/acceptance/test_changing_passwords."""
+"""A transformer whose producer is refused. On brokers: tests/acceptance/test_secured_passwords."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class _Event(NamedTuple):
 _EVENTS = st.lists(st.builds(_Event, st.integers(1, 2), _FEW, st.integers(0, 1), _FEW, st.none() | _FEW), max_size=16)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(_EVENTS)
 def test_it_comes_behind_the_last_that_was_written_by_then_and_stands_before_it(events: list[_Event]) -> None:
     """An event's id is its number. Times and offsets may be the same."""

@@ -153,6 +153,15 @@ def test_a_strategy_that_a_stream_would_ignore_is_refused(strategy):
     StreamGroup(replace(job, strategy=Dedup()), StreamOptions("postgresql://h/d", "consumer", 14), "owner")
 
 
+def test_repeats_of_rows_without_ids_are_not_known():
+    group = StreamGroup(
+        ConsumerJob("g", effect="SELECT 1"), StreamOptions("postgresql://h/d", "consumer", 14, from_beginning=True), "o"
+    )
+    with pytest.raises(JobError, match=r"from_beginning: .*no column message_id"):
+        group.decide(None, batch(0, "zero", None), {"n": "bigint"})
+    assert group.decide(None, batch(0, "zero", None), {"n": "bigint", "message_id": "uuid"}) == "apply"
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint of Spark's with batches 1 and 2; the plan of batch 0 was purged."""

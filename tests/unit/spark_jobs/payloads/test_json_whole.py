@@ -6,7 +6,9 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -19,7 +21,7 @@ from spark_jobs.payloads import json_text as json_payload
 from spark_jobs.payloads import json_whole
 from spark_jobs.payloads.decoding import PROBLEM, arrow_type, as_read
 from spark_jobs.payloads.json_whole import JsonReader, WholeReader
-from spark_jobs.payloads.reading import Policy, columns
+from spark_jobs.payloads.reading import Policy, Reader, columns
 
 __all__ = ["of_any_size"]
 
@@ -97,25 +99,41 @@ def payloads(draw: st.DrawFn) -> bytes | None:
     return draw(st.sampled_from([made, made, made, made, made[:-1], made + made, b"[" + made + b"]", b"", None]))
 
 
-def read_both_ways(
-    fields: t.StructType, values: list[bytes | None], policy: Policy, *, divided: bool = True
-) -> list[pa.Array]:
-    """Read many at once, also divided into pieces, and one by one with the exact parser: all have to give the same.
+@cache
+def as_rows(fields: t.StructType) -> pa.StructType:
+    return arrow_type(t.StructType([*as_read(fields).fields]).add(PROBLEM, t.StringType()))
+
+
+def rows_of(reader: Reader, fields: t.StructType, values: Sequence[bytes | None]) -> pa.StructArray:
+    return columns(reader, pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary()), as_rows(fields))
+
+
+def one_by_one(fields: t.StructType, values: Sequence[bytes | None], policy: Policy) -> list[dict[str, Any]]:
+    """Read each with the exact parser."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(json_payload, "_may_differ", lambda *_, **__: True)
+        return rows_of(json_payload.reader(fields, policy), fields, values).to_pylist()
+
+
+def together(
+    fields: t.StructType, values: Sequence[bytes | None], policy: Policy, alone: list[dict[str, Any]]
+) -> pa.StructArray:
+    """Read many at once, which has to give the same as one by one."""
+    found = rows_of(JsonReader(fields, policy), fields, values)
+    assert repr(found.to_pylist()) == repr(alone)
+    return found
+
+
+def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
+    """Read many at once, also divided into pieces, and one by one: all have to give the same.
 
     Returns the columns and the problems.
     """
-    kind = arrow_type(t.StructType([*as_read(fields).fields]).add(PROBLEM, t.StringType()))
-    payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
-    many = [columns(JsonReader(fields, policy), payloads, headers, kind)]
+    alone = one_by_one(fields, values, policy)
     with pytest.MonkeyPatch.context() as changed:
-        if divided:
-            changed.setattr(json_whole, "_PIECE", 1)
-            many.append(columns(JsonReader(fields, policy), payloads, headers, kind))
-        changed.setattr(json_payload, "_may_differ", lambda *_, **__: True)
-        alone = columns(json_payload.reader(fields, policy), payloads, headers, kind)
-    for name, *here, there in zip(kind, *(one.flatten() for one in many), alone.flatten(), strict=True):
-        assert {repr(one.to_pylist()) for one in here} == {repr(there.to_pylist())}, name
-    return many[0].flatten()
+        changed.setattr(json_whole, "_PIECE", 1)
+        together(fields, values, policy, alone)
+    return together(fields, values, policy, alone).flatten()
 
 
 PLAIN = [*KINDS[:6], t.ShortType(), t.TimestampType(), t.DateType(), t.DecimalType(12, 2), t.DecimalType(38, 18)]
@@ -238,8 +256,9 @@ def test_nested_payloads_are_read_whole(kind):
 def test_lines_are_never_joined_nor_torn(pieces, count):
     """Every two, or three, of the pieces together: their number alone would not tell."""
     fields = t.StructType().add("f", t.StringType()).add("g", t.StringType())
-    for values in itertools.product(pieces, repeat=count):
-        read_both_ways(fields, list(values), Policy(), divided=False)
+    alone = list(zip(pieces, one_by_one(fields, pieces, Policy()), strict=True))
+    for some in itertools.product(alone, repeat=count):
+        together(fields, [piece for piece, _ in some], Policy(), [row for _, row in some])
 
 
 def test_plain_payloads_are_read_whole():
@@ -290,12 +309,15 @@ from spark_jobs.payloads.json_whole import JsonReader
 from spark_jobs.payloads.reading import Policy, columns
 
 json_whole._FEW = 0
-for precision, scale in (12, 2), (38, 0), (38, 18), (38, 37):
+given = json.load(open(sys.argv[1]))
+# All texts with two of the scales. With the others every third: each form, and each number in one of the forms.
+some = given[::3]
+for precision, scale, texts in (12, 2, given), (38, 37, given), (38, 0, some), (38, 18, some):
     kind = t.DecimalType(precision, scale)
     fields = t.StructType().add("f", kind).add("g", t.ArrayType(kind))
     arrow = arrow_type(t.StructType([*fields.fields]).add(PROBLEM, t.StringType()))
     exact = json_text.reader(fields, Policy())
-    for text in json.load(open(sys.argv[1])):
+    for text in texts:
         payloads = pa.array([text.encode()])
         readers = JsonReader(fields, Policy()), exact
         many, one = (columns(reader, payloads, pa.nulls(1, pa.binary()), arrow).to_pylist() for reader in readers)
@@ -416,5 +438,7 @@ def test_every_odd_value_in_every_kind_of_column(kind):
     odd = [b'{"f":' + (text.encode("latin-1") if "\xff" in text else text.encode()) + b"}" for text in ODD]
     fields = t.StructType().add("f", kind)
     read_both_ways(fields, odd, Policy())
-    for value in odd:
-        read_both_ways(fields, [value, b'{"f":null}', None], Policy(), divided=False)
+    plain = [b'{"f":null}', None]
+    *alone, null, nothing = one_by_one(fields, [*odd, *plain], Policy())
+    for value, row in zip(odd, alone, strict=True):
+        together(fields, [value, *plain], Policy(), [row, null, nothing])
