@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 import machine
+from groups import group
 from hypothesis import settings
 from nursery import NURSERY, Nursery
 
@@ -40,59 +41,13 @@ if TYPE_CHECKING:
     from outbox.testing.fixtures import Database, DatabaseServer, KafkaServer, PrivatePostgres, RelayFactory, Topics
 
 SUPPORT = Path(__file__).parent / "support"
-# Files that share a broker; see group.
-BROKERS = {
-    "mortal": {
-        f"acceptance/test_{name}.py"
-        for name in (
-            "chaos",
-            "deployment",
-            "kubernetes_processes",
-            "network",
-            "relays",
-            "transform",
-            "unusable_topics",
-            "wal_failures",
-        )
-    }
-    | {
-        "integration/relay/kafka/test_damaged_markers.py",
-        "integration/relay/kafka/test_publisher.py",
-        "integration/relay/operations/test_doctor_rights.py",
-        "integration/relay/settle/test_late_commits.py",
-        "integration/spark_jobs/task/test_reader_failures.py",
-    },
-    "mortal, of consumers": {
-        "integration/outbox/consumer/test_assignments.py",
-        "integration/outbox/consumer/test_regrown_log.py",
-        "integration/outbox/consumer/test_silent_brokers.py",
-        "integration/outbox/consumer/test_unknown_offsets.py",
-        "integration/outbox/inbox/test_outages.py",
-        "integration/outbox/transform/test_doubtful_positions.py",
-        "integration/outbox/transform/test_ends.py",
-        "integration/outbox/transform/test_final_errors.py",
-    },
-    "three": {
-        "acceptance/test_stuck_topics.py",
-        "integration/outbox/test_leaders.py",
-        "integration/spark_jobs/driver/test_leaders.py",
-    },
-    "unverified": {
-        "acceptance/runbooks/test_kafka.py",
-        "acceptance/runbooks/test_region.py",
-        "acceptance/runbooks/test_restores.py",
-        "integration/relay/kafka/test_open_transactions.py",
-        "integration/relay/operations/test_reconcile.py",
-    },
-}
-KIT = {Path("tests/integration/outbox") / folder for folder in ("sandbox", "testing")}
 
 # To rewrite the assertions of all tests takes two thirds of their collection, and each worker process collects them:
 # what one run has rewritten is kept for the next, also where PYTHONDONTWRITEBYTECODE is set.
 sys.dont_write_bytecode = False
 
 # Assertions in what tests share show values too, as those in test files do.
-_scripts = {"class_archives", "impatient", "machine", "mutant", "nursery", "warm_daemon"}
+_scripts = {"class_archives", "groups", "impatient", "machine", "mutant", "nursery", "warm_daemon"}
 pytest.register_assert_rewrite(*sorted({path.stem for path in SUPPORT.glob("*.py")} - _scripts))
 
 # Other examples in every run, drawn from the run's seed; a failure prints them. `fixed`: always the same examples.
@@ -250,35 +205,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group(nodeid)
 
     return Groups(config, log)
-
-
-def group(nodeid: str) -> str:
-    """Return which group a test belongs to. One process runs all tests of a group, one after the other.
-
-    spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
-             with all of them would go on for long after the others.
-    secured  what shares a Kafka with TLS.
-    mortal, three, unverified   what shares a Kafka that tests may kill, three brokers of which they may, or one that
-                                verifies no transactions. Of the first kind there are two.
-    planted  what shares a database in which names are planted.
-    kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
-    Each test of JSON at large is a group of its own: they come last, need nothing but a processor, and one process
-    would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
-    """
-    path = Path(nodeid.partition("::")[0])
-    if path.name == "test_json_whole.py":
-        return nodeid
-    if path.parent == Path("tests/spark"):
-        return "spark, to op" if path.name < "test_ou" else "spark, from ou"
-    for shared in ("secured", "planted"):
-        if path.name.startswith(f"test_{shared}_"):
-            return shared
-    for broker, files in BROKERS.items():
-        if path.as_posix().removeprefix("tests/") in files:
-            return broker
-    if path.name == "test_wheel.py" or path.parent in KIT:
-        return "kit"
-    return str(path)
 
 
 @pytest.fixture(autouse=True)

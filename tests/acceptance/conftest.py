@@ -28,7 +28,7 @@ def _secured() -> Iterator[SecuredKafka]:
 
 @pytest.fixture(scope="module")
 def secured(of_group) -> SecuredKafka:
-    """A Kafka that wants TLS, passwords or tokens, and rights; conftest.group has its tests in one process."""
+    """A Kafka that wants TLS, passwords or tokens, and rights; groups.py has its tests in one process."""
     return of_group.once(_secured)
 
 
