@@ -4,9 +4,10 @@ The control loop (this thread) has its own connection to Postgres; the worker's 
 one and the producers, for all lanes together. While Postgres is unavailable, the worker's loop waits by itself and the
 control loop reconnects; the leases are renewed as soon as Postgres is back, unless another relay has taken the lanes.
 
-A relay that has not been able to publish for two leases releases its lanes if another relay is alive: that one may
-reach the brokers. It then does not count as alive for a minute, so that the others share all lanes, and tries again;
-at once when none of the others is alive any more, and then it gives way to the next one at its first failure.
+A relay that has not been able to publish for two leases, and at least ten seconds, releases its lanes if another relay
+is alive: that one may reach the brokers. It then does not count as alive for a minute, so that the others share all
+lanes, and tries again; at once when none of the others is alive any more, and then it gives way to the next one at its
+first failure.
 
 Stopping: the first signal lets the turn in flight finish, for at most ``shutdown_seconds``; then the lanes are
 released. A second signal, or the deadline, leaves the turn in flight to the next holders of the lanes, who send it

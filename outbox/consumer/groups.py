@@ -305,7 +305,7 @@ class GroupRows:
         return set(new), today
 
     def take_back(self, connection: psycopg.Connection[Any], partition: Partition, applied: int, dead: int = 0) -> None:
-        """Count so many messages no longer as applied, or as dead letters, as a ``move`` has counted them."""
+        """Subtract messages that ``move`` has counted as applied, or as dead letters."""
         self.move(connection, partition, None, applied=-applied, dead=-dead)
 
     def mark_unconfirmed(
@@ -315,7 +315,8 @@ class GroupRows:
 
         The COMMIT is durable before the effect: a server that forgot it would have its messages read again.
 
-        pending  how many of the messages that ``move`` has counted as applied are yet to be.
+        pending  how many messages to subtract from those that ``move`` has counted as applied; ``confirm`` adds those
+                 whose handler is called.
         """
         query = statement(self._schema, _MARK_UNCONFIRMED, synchronous=sql.SQL(SYNCHRONOUS))
         self._run(connection, query, partition, first=first, end=end, pending=pending)
@@ -362,7 +363,7 @@ class GroupRows:
         return before
 
     def record_losses(self, connection: psycopg.Connection[Any], found: Iterable[Loss]) -> None:
-        """Record what Kafka lost, each once until an operator accepts it."""
+        """Record losses: what Kafka lost in one open row, which grows until an operator accepts it."""
         rows = [{"grp": self.name, **asdict(loss)} for loss in found]
         if rows:  # without, executemany() asks the server for nothing
             cursor(connection).executemany(statement(self._schema, _RECORD), rows)

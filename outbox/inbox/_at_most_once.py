@@ -12,12 +12,12 @@ system has its effect whether its transaction commits or not, so it is called on
 |                                             | there                                                                 |
 | the answer to the first COMMIT is lost      | the row shows whether it moved: then the claim records the batch as   |
 |                                             | lost, and no handler was called                                       |
-| the server stops behind the first COMMIT    | it is durable, whatever synchronous_commit is by default              |
+| the server stops after the first COMMIT     | it is durable, whatever synchronous_commit is by default              |
 | a failover loses the first COMMIT           | the batch comes again, and its handlers are called again: prevented   |
 |                                             | by synchronous replication only                                       |
 | killed between the two, or in the second    | the next claim records the batch as lost; handlers may have been      |
 |                                             | called for some of its messages, and are not called again             |
-| the second COMMIT fails, or its session ends| the same, at once                                                     |
+| the second COMMIT fails, or its session ends| the same, by the next claim: at once, or after a pause for a session   |
 | the answer to the second COMMIT is lost     | the row shows whether it is confirmed: then nothing is lost           |
 | rebalance, or a sleep, between the two      | the claim of the next member records the batch as lost; then this one |
 |                                             | is fenced, and calls no handler                                       |
@@ -82,12 +82,15 @@ class AtMostOnceApplier(Applier):
     """Runs the transactions of a member's partitions, two for each batch."""
 
     def apply(self, part: Assigned) -> bool:
-        """Give up the next messages of a partition, and apply them. Returns whether to continue at once."""
+        """Commit the position past the next messages, then call the handler for each of them.
+
+        Returns whether to continue at once.
+        """
         batch = _Batch(part.next_batch(self.settings.batch))
         # No message is at fault, however often it is interrupted: none was looked at.
         try:
             if not self._attempt(
-                part, Strikes(), lambda connection: self._give_up(connection, part, batch), self._apply_later
+                part, Strikes(), lambda connection: self._commit_position(connection, part, batch), self._apply_later
             ):
                 return False
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
@@ -97,10 +100,13 @@ class AtMostOnceApplier(Applier):
         if not batch.pending:
             self._count(part, batch)
             return True
-        return self._have_effect(part, batch)
+        return self._run_effect(part, batch)
 
-    def _have_effect(self, part: Assigned, batch: _Batch) -> bool:
-        """Call the handler for what was given up, and confirm it. Returns whether to continue at once."""
+    def _run_effect(self, part: Assigned, batch: _Batch) -> bool:
+        """Confirm the batch, then call the handler for its pending messages, in one transaction.
+
+        Returns whether to continue at once.
+        """
         assert part.position is not None
         claim, pending = part.position, batch.pending
         called: list[KafkaMessage] = []
@@ -144,7 +150,7 @@ class AtMostOnceApplier(Applier):
             self._count_lost(part, claim, batch, called[-1], interruptions[-1])
         return False
 
-    def _give_up(self, connection: psycopg.Connection[Any], part: Assigned, batch: _Batch) -> None:
+    def _commit_position(self, connection: psycopg.Connection[Any], part: Assigned, batch: _Batch) -> None:
         """Move the position past a batch. Finds the messages to be applied, and those that can't be.
 
         A message whose id was applied, or given up, before is neither.

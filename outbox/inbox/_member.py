@@ -39,7 +39,7 @@ has stored for the group.
 | a partition of a topic that the group knows | the others are claimed, and that one when it has: then it is known   |
 |   has no leader                             | whether its log is whole; one that was added begins at 0             |
 | a message always ends its session or        | after a few interruptions in a row each counts as an attempt of the  |
-|   transaction, as by transaction_timeout    | message: see below                                                   |
+|   transaction, as by transaction_timeout    | message: see Strikes in consumer/postgres_errors.py                  |
 | the handler fails                           | retried; then HandlerFailed, or a dead letter with all later         |
 |                                             | messages of its key behind it                                        |
 | the handler hides a database error          | the same: the transaction can't be committed any more                |
@@ -122,10 +122,10 @@ class Member:
         self._generation: int | None = None
         self._upkeep_at = 0.0
         options = settings.options
-        # By then Kafka has reported the loss of its partitions to a member that slept.
+        # How long a fenced member waits before it claims again: by then Kafka has told one that slept of its loss.
         reclaim_seconds = 2 * int(options.get("heartbeat.interval.ms", _HEARTBEAT_MS)) / 1000
         strategy, protocol = options.get("partition.assignment.strategy", ""), options.get("group.protocol", "")
-        # Then librdkafka says nothing to a member that gets no partitions.
+        # With this protocol, librdkafka does not call back a member that gets no partitions.
         self._kip_848 = str(protocol).lower() == "consumer"
         self._incremental = "cooperative" in str(strategy) or self._kip_848
         self._admin = _kafka.Admin(options)
@@ -258,18 +258,18 @@ class Member:
         self._clients.worked()
         for partition in partitions:
             self._watch.waits(partition, None)
-        attempt = refused = 0
+        attempt = failures = 0
         while partitions and claimed is None and not self._stopping.is_set():
             try:
                 claimed = self._claim(partitions)
             except (psycopg.Error, KafkaFailed) as error:
-                attempt += 1
-                if self._hear_refusal(error):
-                    refused += 1
-                elif isinstance(error, KafkaFailed) and attempt - refused >= _CLAIM_ATTEMPTS:
-                    raise
+                if not self._hear_refusal(error) and isinstance(error, KafkaFailed):
+                    failures += 1
+                    if failures >= _CLAIM_ATTEMPTS:
+                        raise
                 self._applier.record_interruption(error, "claiming partitions", partitions)
-                pause(self._stopping, attempt - 1)
+                pause(self._stopping, attempt)
+                attempt += 1
         parts = [] if claimed is None else [self._assign(partition, claimed.get(partition)) for partition in partitions]
         self._wait_for_leaders([part for part in parts if part.position is None], "claiming partitions")
         found = [TopicPartition(*part.partition, part.fetched) for part in parts]

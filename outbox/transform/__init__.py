@@ -20,7 +20,7 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 |                                            | wait there, and the next owner waits for the positions to be decided    |
 | killed during the commit                   | it is decided by the coordinator; the next owner reads what was decided |
 | COMMIT times out                           | it is asked for again until its outcome is known; never assumed         |
-| … for a minute, and transaction_seconds    | a new session, with another producer: this one may have lost its        |
+| … for a minute or transaction_seconds      | a new session, with another producer: this one may have lost its        |
 |                                            | coordinator. What that has decided shows in the committed positions     |
 | partitions are taken away while it polls   | what was read and not committed is dropped; the next owner reads it     |
 | it sleeps past the session or the poll     | the broker refuses its positions, the transaction is aborted, it joins  |

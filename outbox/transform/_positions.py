@@ -57,9 +57,10 @@ def committed(
     second load. What that has not read stays missing until the broker restarts; if this is the end of a transaction,
     requests for the positions time out.
 
-    If an answer stays the same, it is taken where the group is new, or where an operator may have set it since a former
-    run. Where this run was further, Kafka has lost the position: it refuses to set back a group with members. One that
-    was set back while this run had lost its membership is not noticed.
+    If an answer stays the same, it is accepted where the group is new, or where an operator may have set the group's
+    position between two runs. Where this run had read further, Kafka has lost the position, as nobody can set back a
+    group with members; the run goes on from its own. A position that was set back while this run was no member is not
+    noticed.
 
     Raises InputLost where it has lost it with its topic, which was created again.
     """
@@ -124,7 +125,7 @@ def place_of(message: Message) -> tuple[Partition, int]:
 def behind(
     messages: Sequence[Message], committed: Mapping[Partition, TopicPartition]
 ) -> dict[Partition, TopicPartition]:
-    """Return the positions behind these messages, with their leader's epoch and the partitions' metadata."""
+    """Return the position after the last of these messages, by partition, with its leader's epoch and the metadata."""
     return {
         partition: moved(committed[partition], (message.offset() or 0) + 1, message.leader_epoch())
         for partition, message in {partition_of(message): message for message in messages}.items()

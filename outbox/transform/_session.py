@@ -85,7 +85,7 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
+        # Closing leaves the group. The coordinator aborts a transaction that this could not, after its time.
         self._consumer.close()
         self._output.close()
         # They end now, although callbacks and tracebacks may keep this session.
@@ -246,9 +246,10 @@ class Session:
             self._progress.messages += len(messages)
             self._progress.too_large.difference_update(map(place_of, messages))
             self._progress.batch = min(2 * self._progress.batch, self._plan.batch)
-            if self._apart_until is not None and time.monotonic() >= self._apart_until:
-                self._apart_until, clean = None, False
-            if not clean:
+            together = self._apart_until is not None and time.monotonic() >= self._apart_until
+            if together:
+                self._apart_until = None
+            if together or not clean:
                 self._replace_producer()
 
     def _commit(self) -> None:
@@ -305,6 +306,7 @@ class Session:
         for *_, reason in self._output.undelivered:
             if reason.code() in UNFIT or is_final(reason):
                 self._output.purge()
+                # Neither fatal nor retriable: it requires an abort.
                 raise KafkaException(KafkaError(reason.code(), reason.str(), False, False, True))
 
     def _give_up(self, messages: Sequence[Message], error: KafkaException, seconds: float) -> None:
@@ -392,11 +394,11 @@ class Session:
             raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text)) from None  # noqa: SLF001
 
     def _until_known(self, step: Callable[[], object], seconds: float = math.inf) -> bool:
-        """Take a step of the transaction. A time-out says nothing of its outcome: it is taken again until that is
-        known, or until ``stop``; then the coordinator decides, and the next member reads what it has decided. So does
-        a new session if the coordinator is silent for long: librdkafka can fail to find it again.
+        """Repeat a step of the transaction until Kafka says how it ended, as a time-out does not.
 
-        Returns whether it was taken once, in less than ``seconds``: then its request was sent once.
+        Gives up at ``stop``, or if the coordinator is silent for long, as librdkafka can fail to find it again: then
+        the coordinator decides, and the next member or session reads what it has decided. Returns whether one request
+        was sent, and answered in less than ``seconds``.
         """
         once, began = True, time.monotonic()
         longest = max(self._plan.transaction_seconds, _SILENT_SECONDS)

@@ -270,7 +270,7 @@ class WorkerLoop:
             self._settle_recalled()
 
     def _let_go_of_settled(self) -> set[int]:
-        """Let go of recalled lanes, but for those that have something to settle first, which are returned."""
+        """Let go of the recalled lanes that need no settling first. Returns the recalled lanes that are kept."""
         recalled = self._held.recalled & self.lanes.keys()
         left = {number for number in recalled if self.lanes[number].unsettled and not self.lanes[number].joined}
         if done := recalled - left:
@@ -351,7 +351,7 @@ class WorkerLoop:
     def _handle_failed(self, failed: Mapping[int, OutboxError], waited_seconds: float = 0.0) -> None:
         """Handle failed lanes: drop those that another relay has taken, and retry the others later.
 
-        ``waited_seconds``: how long those have waited that waited for a lock.
+        ``waited_seconds``: how long lanes have waited whose rows were locked.
         """
         by_text: dict[str, list[tuple[OutboxError, int, float]]] = {}
         for number, error in failed.items():

@@ -12,14 +12,14 @@ undecided transaction.
 | while producing                           | init_transactions aborts it; read_committed saw nothing; read again   |
 | all sent, previous turn not settled yet   | the same; the marker is that turn's, which settles it                 |
 | a lane of it is found to be lost then     | aborted; the other lanes' events are read again                       |
-| Postgres does not answer in time then     | aborted, so that no reader waits for us; then as below                |
+| Postgres does not answer in time then     | aborted, so that no reader waits; new producers, markers              |
 | the broker refuses an event of it         | aborted; once that is acknowledged, its producer is replaced, and the |
 |                                           | lanes go on. Without an acknowledgement: new producers, markers       |
 | EndTxn sent, no answer                    | init_transactions completes or aborts it; the marker decides          |
 | committed, rows not deleted               | marker = k: its rows are settled                                      |
 | committed, the other producer's turn is   | both are fenced: the first completes, the second is aborted; the      |
 | under way                                 | marker is the first's                                                 |
-| Postgres dies                             | rolled back; the same                                                 |
+| Postgres dies                             | rolled back; the rows stay, and the marker settles them               |
 | Postgres loses asynchronous commits       | they were never published: settling is the flush barrier              |
 | the broker dies in commit                 | not clean: new producers, markers                                     |
 | the coordinator times the transaction out | fatal: new producers, markers                                         |
@@ -373,7 +373,7 @@ class TransactionalPublisher:
         return self._explained(error, "publishing"), (), aborted
 
     def _forbidden(self, sender: _TransactionalProducer) -> BrokerUnavailable | None:
-        """Return the error for a topic that the turn, or the state topic that its markers, may not be written to."""
+        """Return the error if the relay may not write to a topic of the turn, or to the state topic, or None."""
         if (forbidden := sender.forbidden()) is not None:
             return forbidden
         with unavailable_on_kafka_error("asking for rights on the state topic"):

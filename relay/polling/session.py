@@ -58,7 +58,7 @@ class TurnPlan:
     ``unsettled`` are events that must not be read again: those that are published, or with ``ahead`` the turn that is
     being published while this one is read. Then it is the next turn only if all of them were published: other events
     come first. ``counted`` are the lanes whose failures are counted with the read, ``checked`` those whose leases are
-    checked behind it.
+    checked after it.
     """
 
     limits: Mapping[int, int]

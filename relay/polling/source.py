@@ -61,7 +61,7 @@ log = structlog.get_logger("relay")
 
 _WAIT_SECONDS: Final = 0.2
 _MAX_WAIT_SECONDS: Final = 1.0
-# A look in it may have to pass by many dead rows.
+# How late the waiting statement may end: its last look may have to skip many dead rows.
 _LATE_SECONDS: Final = 10.0
 _CLIENT_STEP_SECONDS: Final = 0.002
 # The most payloads and headers in a turn. With the driver's and librdkafka's copies they take three times as much
@@ -117,7 +117,8 @@ class PollingSource(Source):
         self.store = RowTakeover(self.session, self._queries, failures, on_adopted)
         self._watch_seconds = 0.0 if self.session.pooled else watch_seconds
         self._overlaps = overlap and not self.session.pooled
-        # Whether the statement that settles after a read is needed to check the leases, and to flush what was read.
+        # Whether the statement that settles after a read is needed to check the leases, and to flush what was read:
+        # at_most_once.py turns it off.
         self._settles_with_read = True
         self._step = _CLIENT_STEP_SECONDS
         self._unconfirmed: Collection[int] = ()

@@ -24,8 +24,8 @@ lane, so a full socket can't delay the commit.
 | a lane's row is locked by another session   | that lane is skipped and retried; the others are settled              |
 | killed while it runs in the background, and | at-least-once only: neither turn is settled, or the first one is;     |
 | the next turn is published already          | what was not settled is published again, in order, at most a batch    |
-| rows are left by its DELETE (a trigger, row | the statement fails as a whole: nothing is settled, and the lane      |
-| security)                                   | stops                                                                 |
+| rows are left by its DELETE (a trigger, row | the statement fails as a whole, and nothing is settled; then lanes    |
+| security)                                   | are settled one by one, and that one stops                            |
 | no row of lanes is written (lease is young) | the row's lock is a change too: the commit flushes the WAL            |
 | another session has written a lane's row    | its version is not the known one: the row is looked up by the lane's  |
 |                                             | number, at once                                                       |
@@ -298,14 +298,14 @@ class Settlement:
         return [lane for lane in lanes if self.lanes[lane].version is not None]
 
     def send_check(self, lanes: Collection[int]) -> Check:
-        """Check leases behind what is read before, in the caller's pipeline; ``find_lost`` takes the result."""
+        """Check leases after what is read, in the caller's pipeline; ``find_lost`` takes the result."""
         written = self._connection.execute(_WRITTEN)
         return Check(written, self._connection.execute(*self.still_held(lanes)), lanes)
 
     def find_lost(self, lanes: Collection[int], check: Check | None = None) -> dict[int, OutboxError] | None:
-        """Return the lanes that another relay has taken, {} if none, by a check behind the read.
+        """Return LaneLost for each lane that another relay has taken, by a check that runs after the read.
 
-        None: it is not known that what was read is durable; settle first.
+        Returns None if it is not known that what was read is durable: then settle before publishing.
         """
         if check is None or not set(check.lanes) >= set(lanes):
             with pipeline(self._connection):

@@ -81,8 +81,8 @@ MUTANTS: Final = (
         "ends_of_two_transactions",
         "no loss: a late EndTxn ends a part of the next transaction",
         "outbox/transform/_session.py",
-        "            if not clean:\n                self._replace_producer()\n",
-        "",
+        "            if together or not clean:\n",
+        "            if together:\n",
         ("tests/integration/outbox/transform/test_ends.py",),
     ),
     Mutant(
