@@ -257,7 +257,7 @@ class PollingSource(Source):
         """
         if not self._overlaps:
             return Settling.FIRST
-        about = self.settlement.concerned(lanes)
+        about = [held for lane, held in self.settlement.lanes.items() if held.unsettled or lane in lanes]
         if all(held.own_id is not None for held in about):
             return Settling.BEFORE_COMMIT
         if any(held.own_id is not None or held.unsettled.number is not None for held in about):

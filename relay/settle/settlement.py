@@ -179,10 +179,6 @@ class Settlement:
     def unsettled_lanes(self) -> Collection[int]:
         return [lane for lane, held in self.lanes.items() if held.unsettled]
 
-    def concerned(self, lanes: Collection[int]) -> list[SettledLane]:
-        """Return these lanes, and those that have something to settle."""
-        return [held for lane, held in self.lanes.items() if held.unsettled or lane in lanes]
-
     def prolongs(self, lane: int) -> bool:
         """Return whether the next turn must renew the lane's lease."""
         lease = self.lanes[lane].lease

@@ -68,21 +68,14 @@ class StreamReader:
         self._first = 0
         self._backlog = False
         self._ahead: _Ahead | None = None
-        self.later: Collection[int] = ()
 
-    def read(
-        self, limits: Mapping[int, int], failed: dict[int, OutboxError], *, alone: bool = False
-    ) -> dict[int, Sequence[Claim]]:
-        """Settle the turn before, and return the next events of these lanes; adds lost lanes to ``failed``.
-
-        If the turn is ``alone`` on the connection, it may leave to ``begin`` what it settles, which ``later`` then has.
-        """
+    def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
+        """Settle the turn before, and return the next events of these lanes; adds lost lanes to ``failed``."""
         ahead = self._taken_ahead(limits)
         announced = self._announced(limits, Channel.take) if ahead is None else ahead.announced
-        alone = alone and ahead is None and not self._backlog and self._in_transactions(limits)
         batches: dict[int, Sequence[Claim]] = {}
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
-            rows, cuts, lost = self._read(announced, ahead, alone=alone)
+            rows, cuts, lost = self._read(announced, ahead)
             failed |= lost
 
             left = [number for number in announced if number not in lost]
@@ -126,22 +119,9 @@ class StreamReader:
 
         self._settlement.background.start(read)
 
-    def begin(self) -> None:
-        """Start to settle in the background what ``read`` has left for that."""
-        later, self.later = self.later, ()
-        self._settlement.begin(later)
-
-    def _in_transactions(self, lanes: Collection[int]) -> bool:
-        """Return whether readers see nothing of these lanes before a commit, and only after a clean one before it.
-
-        Then the turn before may be settled while the next one is sent; see Settling.BEFORE_COMMIT.
-        """
-        about = self._settlement.concerned(lanes)
-        return not self._lanes.table.session.pooled and all(held.own_id is not None for held in about)
-
     def forget_ahead(self) -> None:
         """Do not use what was read ahead: the lanes are read again."""
-        self._ahead, self.later = None, ()
+        self._ahead = None
 
     def _taken_ahead(self, limits: Mapping[int, int]) -> _Ahead | None:
         """Take the events whose rows were read ahead, if they are the next ones of these lanes."""
@@ -215,13 +195,12 @@ class StreamReader:
         self._rows.execute(self._queries.by_ids, values)
 
     def _read(
-        self, announced: Mapping[int, Sequence[StreamEvent]], ahead: _Ahead | None, *, alone: bool
+        self, announced: Mapping[int, Sequence[StreamEvent]], ahead: _Ahead | None
     ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
         """Settle the turn before, and return the existing rows, by lane and id.
 
         If there is nothing to settle, this only reads: events from the WAL are durable, and a commit could wait for a
-        standby. ``alone``: leave it to ``later`` if all announced rows exist. Whether others are gone shows only once
-        it is settled.
+        standby.
         """
         settled = sorted({*self._settlement.unsettled_lanes, *filter(self._settlement.prolongs, announced)})
         checked = [lane for lane in announced if lane not in set(settled)]
@@ -239,6 +218,13 @@ class StreamReader:
         failed: dict[int, OutboxError] = {}
         if checked:
             failed |= self._settlement.lost_of(checked, checking.fetchall())
+        if settled:
+            # Not in the pipeline: it would lock the lanes' rows until the Sync, which is another message to the server.
+            failpoint("batch.settling")
+            with self._settlement.one_session(settled):
+                sent = self._settlement.send(settled)
+            failed |= self._settlement.finish_sent(sent)
+            failpoint("batch.settled")
         rows: dict[int, dict[int, Sequence[Any]]] = {}
         cuts: dict[int, int] = {}
         for row in found:
@@ -248,15 +234,6 @@ class StreamReader:
                 rows.setdefault(lane, {})[row[0]] = row
             if row[9] is not None:
                 cuts[lane] = row[9]
-        complete = bool(rows) and all(len(rows.get(lane, ())) == len(events) for lane, events in announced.items())
-        self.later = settled if alone and complete and not failed else ()
-        if settled and not self.later:
-            # Not in the pipeline: it would lock the lanes' rows until the Sync, which is another message to the server.
-            failpoint("batch.settling")
-            with self._settlement.one_session(settled):
-                sent = self._settlement.send(settled)
-            failed |= self._settlement.finish_sent(sent)
-            failpoint("batch.settled")
         return rows, cuts, failed
 
     def _filled(

@@ -77,7 +77,6 @@ class StreamSource(Source):
         self._looked_at = 0.0
         self._fetched_at = 0.0
         self._paused: Collection[int] = ()
-        self._unconfirmed: Collection[int] = ()
         self._warned_at = time.monotonic()
 
     def hold(self, lease: Lease) -> None:
@@ -118,7 +117,6 @@ class StreamSource(Source):
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         self._fetched_at = time.monotonic()
-        self._unconfirmed = ()
         try:
             return self._fetch(limits)
         except Exception:
@@ -126,14 +124,9 @@ class StreamSource(Source):
             self.flush(list(self._lanes))
             raise
 
-    def confirm(self, deadline: float) -> dict[int, OutboxError]:
-        """Wait until the turn before is settled, so that its leases are checked; as that of PollingSource."""
-        self._table.settlement.wait(deadline)
-        return self._table.settlement.collect_of(self._unconfirmed)
-
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         """Record published events. Refused events move the lane to the table; so do events that were left out."""
-        failed = self._table.settlement.collect()
+        failed: dict[int, OutboxError] = {}
         from_table: dict[int, Receipt] = {}
         for number, lane in self._lanes.items():
             batch, lane.batch = lane.batch, ()
@@ -168,8 +161,7 @@ class StreamSource(Source):
     # One turn
 
     def _fetch(self, limits: Mapping[int, int]) -> Fetched:
-        failed = self._table.settlement.collect()
-        failed |= self._join([lane for lane in limits if self._lanes[lane].channel is None])
+        failed = self._join([lane for lane in limits if self._lanes[lane].channel is None])
         ready = [number for number in limits if number not in failed]
         known = all(
             lane.channel is not None and lane.channel.session.running.is_set()
@@ -186,7 +178,7 @@ class StreamSource(Source):
         batches: dict[int, Sequence[Claim]] = {}
         streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
         if streaming:
-            batches |= self._stream_reader.read(streaming, failed, alone=len(streaming) == len(ready))
+            batches |= self._stream_reader.read(streaming, failed)
         else:
             self._stream_reader.forget_ahead()
         table = {number: limits[number] for number in ready if number not in streaming}
@@ -196,13 +188,9 @@ class StreamSource(Source):
             self._lanes.delays.reset()
         self._lanes.delays.await_visibility()
         self._table_reader.leave_failing(limits.keys() - failed.keys())
-        if self._stream_reader.later:
-            self._unconfirmed = batches.keys()
-            self._stream_reader.begin()
-        elif batches and not table and not failed:
+        if batches and not table and not failed:
             self._stream_reader.read_ahead(streaming)
-        unconfirmed = bool(self._unconfirmed)
-        return Fetched(batches, failed, known or bool(batches), retried=fetched.retried, unconfirmed=unconfirmed)
+        return Fetched(batches, failed, known or bool(batches), retried=fetched.retried)
 
     def _log_not_joined(self) -> None:
         """Log from time to time the lanes that the stream waits for: meanwhile only tables are read."""

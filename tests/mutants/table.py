@@ -152,14 +152,6 @@ MUTANTS: Final = (
         (f"{_RELAY}/core/test_publisher_contract.py", "tests/unit/relay/core"),
     ),
     Mutant(
-        "wal_turn_without_confirmation",
-        "NoDouble: never commit what another relay has taken",
-        "relay/wal/source.py",
-        "        return self._table.settlement.collect_of(self._unconfirmed)\n",
-        "        return {}\n",
-        (f"{_RELAY}/wal/test_settled_before_commit.py",),
-    ),
-    Mutant(
         "slow_commit_is_clean",
         "NoDouble: a commit that was slow may have been sent twice",
         "relay/kafka/transactional.py",

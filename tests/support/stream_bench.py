@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,7 +33,6 @@ from relay.core.ports import (
     Refusal,
     Sent,
     Unavailable,
-    Unconfirmed,
     UnsettledBatch,
 )
 from relay.database import Connector
@@ -120,7 +118,7 @@ class Producer:
             sent[-1].at.commit_lsn if sent and sent[-1].at else None,
         )
 
-    def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
+    def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
         kafka = self._kafka
         assert not self._closed
         assert all(batches.values())
@@ -134,14 +132,6 @@ class Producer:
             return Failed(BatchRefused("something in it"), blamed=blamed)
         if failure := kafka.fail("before"):
             return Failed(failure)
-        if confirm is not None:
-            assert self._once
-            try:
-                unconfirmed = confirm(time.monotonic() + 60)
-            except Unavailable as error:
-                return Failed(error, publisher_unusable=True)
-            if unconfirmed:
-                return Unconfirmed(unconfirmed, publisher_unusable=True)
         sent = self._in_one_transaction(batches) if self._once else self._one_by_one(batches)
         if kafka.kill("after"):
             raise Killed
