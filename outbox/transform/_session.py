@@ -306,6 +306,9 @@ class Session:
         for *_, reason in self._output.undelivered:
             if reason.code() in UNFIT or is_final(reason):
                 self._output.purge()
+                # An abort, too, waits for reports that nobody serves.
+                while self._output.flush() and time.monotonic() < until + _REFUSAL_SECONDS:
+                    pass
                 # Neither fatal nor retriable: it requires an abort.
                 raise KafkaException(KafkaError(reason.code(), reason.str(), False, False, True))
 
