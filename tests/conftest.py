@@ -325,14 +325,8 @@ def _mortal() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
 @pytest.fixture
 def mortal_network(of_group: OfGroup) -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
     """A broker that tests may kill, and a proxy that leads to it. The broker runs again when a test has ended."""
-    from confluent_kafka.admin import (
-        AclBindingFilter,
-        AclOperation,
-        AclPermissionType,
-        AdminClient,
-        ResourcePatternType,
-        ResourceType,
-    )
+    from confluent_kafka.admin import AdminClient
+    from secured import revoke_all
 
     cluster, proxy = of_group.once(_mortal)
     yield cluster, proxy
@@ -340,10 +334,7 @@ def mortal_network(of_group: OfGroup) -> Iterator[tuple[KafkaCluster, KafkaProxy
     cluster.resume_broker(0)
     cluster.start()
     # Who may do what, too.
-    anyone = ResourcePatternType.ANY, None, None
-    rules = AclBindingFilter(ResourceType.ANY, None, *anyone, AclOperation.ANY, AclPermissionType.ANY)
-    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers})
-    admin.delete_acls([rules])[rules].result()
+    revoke_all(AdminClient({"bootstrap.servers": cluster.bootstrap_servers}))
     # Its connections, and what it holds back, are not the next test's.
     proxy.stop()
     proxy.clear()

@@ -306,7 +306,7 @@ class Session:
         for *_, reason in self._output.undelivered:
             if reason.code() in UNFIT or is_final(reason):
                 self._output.purge()
-                # An abort, too, waits for reports that nobody serves.
+                # An abort, too, waits for reports that are not served.
                 while self._output.flush() and time.monotonic() < until + _REFUSAL_SECONDS:
                     pass
                 # Neither fatal nor retriable: it requires an abort.

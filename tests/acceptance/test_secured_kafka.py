@@ -9,14 +9,11 @@ from pathlib import Path
 import psycopg
 import pytest
 from confluent_kafka.admin import (
-    AclBindingFilter,
     AclOperation,
-    AclPermissionType,
     AdminClient,
-    ResourcePatternType,
     ResourceType,
 )
-from secured import PASSWORD, allow
+from secured import PASSWORD, allow, revoke_all
 from support import Crashes, Load, check, ends, look_up
 from wal_support import run_outbox
 
@@ -106,10 +103,7 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
             lanes = json.loads(compared.stdout)["lanes"]
             assert (compared.returncode, sum(lane["rows"] for lane in lanes)) == (1, 40), compared.stderr
             assert [lane["found"] for lane in lanes] == [0] * 4
-        everything = AclBindingFilter(
-            ResourceType.ANY, None, ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY
-        )
-        admin.delete_acls([everything])[everything].result()
+        revoke_all(admin)
 
 
 def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured):

@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 import psycopg
 from confluent_kafka.admin import (
     AclBinding,
+    AclBindingFilter,
     AclOperation,
     AclPermissionType,
     AdminClient,
@@ -219,6 +220,13 @@ def allow(admin: AdminClient, kind: ResourceType, name: str, *operations: AclOpe
     ]
     for answer in admin.create_acls(rules).values():
         answer.result(30)
+
+
+def revoke_all(admin: AdminClient) -> None:
+    """Delete all rights that were granted on a broker."""
+    anyone = ResourcePatternType.ANY, None, None
+    rules = AclBindingFilter(ResourceType.ANY, None, *anyone, AclOperation.ANY, AclPermissionType.ANY)
+    admin.delete_acls([rules])[rules].result(30)
 
 
 class TlsFront:
