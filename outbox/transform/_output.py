@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from outbox.transform.errors import TransformFailed
 from outbox.transform.records import Record, dead_letter
 
 _POLL_SECONDS: Final = 0.1
+_PURGE_SECONDS: Final = 5.0
 _PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
 
 
@@ -48,10 +50,12 @@ class Output:
         return self.producer.flush(_POLL_SECONDS)
 
     def purge(self) -> None:
-        """Drop what is not acknowledged: the callback of an undelivered record would keep this and its clients."""
+        """Drop what is not acknowledged, and serve the reports: a callback would keep this and its clients."""
         self.producer.purge()
+        until = time.monotonic() + _PURGE_SECONDS
         with suppress(KafkaException):
-            self.flush()
+            while self.flush() and time.monotonic() < until:
+                pass
 
     def close(self) -> None:
         """Drop what is not acknowledged, and the producer: it ends now, although tracebacks may keep this."""

@@ -305,10 +305,6 @@ class Session:
             pass
         for *_, reason in self._output.undelivered:
             if reason.code() in UNFIT or is_final(reason):
-                self._output.purge()
-                # An abort, too, waits for reports that are not served.
-                while self._output.flush() and time.monotonic() < until + _REFUSAL_SECONDS:
-                    pass
                 # Neither fatal nor retriable: it requires an abort.
                 raise KafkaException(KafkaError(reason.code(), reason.str(), False, False, True))
 
@@ -424,6 +420,8 @@ class Session:
                 return once and time.monotonic() - began < seconds
 
     def _abort(self) -> None:
+        # An abort waits, for as long as it may, for reports that are not served.
+        self._output.purge()
         try:
             self._until_known(lambda: self._output.producer.abort_transaction(SECONDS))
         except KafkaException as error:
