@@ -184,9 +184,7 @@ class OnInbox:
         for message in batch:
             part.add(message)
         try:
-            self.applier._attempt(
-                part, part.strikes, lambda connection: self._count(connection, part, batch), self.applier._apply_later
-            )
+            self.applier._attempt(part, part.strikes, lambda connection: self._count(connection, part, batch))
         except MessageFailed as failed:
             part.position = before
             part.queue.clear()
