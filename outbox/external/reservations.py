@@ -20,7 +20,7 @@ from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
 from outbox._clients import blocks
-from outbox._clients.durable import SYNCHRONOUS
+from outbox._clients.postgres import SYNCHRONOUS
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, Interrupted, shown, storable
