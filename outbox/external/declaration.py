@@ -43,20 +43,20 @@ class Refused(ConsumerError):
     """The provider has refused for good. Raised by ``call``, ``ask`` or ``cancel``."""
 
 
-class _Retried(ConsumerError):
-    """The call is made again, after ``retry_after`` seconds at the earliest if that is given."""
+class TryLater(ConsumerError):
+    """Nothing happened at the provider; a retry may succeed. ``retry_after`` is in seconds."""
 
     def __init__(self, text: str, retry_after: float | None = None) -> None:
         super().__init__(text)
         self.retry_after = retry_after
 
 
-class TryLater(_Retried):
-    """Nothing happened at the provider; a retry may succeed. ``retry_after`` is in seconds."""
-
-
-class OutcomeUnknown(_Retried):
+class OutcomeUnknown(ConsumerError):
     """The provider may have executed the call. ``retry_after`` is in seconds."""
+
+    def __init__(self, text: str, retry_after: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,10 +115,10 @@ class Side(Protocol):
 class BetweenApplier(AtMostOnceApplier):
     between: Callable[[], object]
 
-    def _attempt(self, part: Any, strikes: Any, step: Any, wait: Any) -> Any:
+    def _attempt(self, part: Any, strikes: Any, step: Any) -> Any:
         if step.__name__ == "apply":
             self.between()
-        return super()._attempt(part, strikes, step, wait)
+        return super()._attempt(part, strikes, step)
 
 
 class OnInbox:
