@@ -104,7 +104,8 @@ class Writer:
         """Return when the events are due, as parameters, and their ids. Raises EventError."""
         due = due_values(not_before, delay)
         self.check_events(events)
-        dated = _may_be_dated(not_before, delay)
+        lead = not_before - dt.datetime.now(dt.UTC) if delay is None and not_before is not None else delay
+        dated = lead is None or lead <= _LATE
         return due, [id_of(event, dated=dated) for event in events]
 
     def serialize_payloads(self, events: Sequence[Event], ids: Sequence[UUID]) -> Sequence[Event]:
@@ -281,12 +282,6 @@ def due_values(not_before: Any, delay: Any) -> dict[str, Any] | None:
     if not _has_year(not_before):
         raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
     return {"not_before": not_before, "delay": None}
-
-
-def _may_be_dated(not_before: dt.datetime | None, delay: dt.timedelta | None) -> bool:
-    """Return whether an event's id may have today's date: consumers remember ids of today until the event is due."""
-    lead = not_before - dt.datetime.now(dt.UTC) if delay is None and not_before is not None else delay
-    return lead is None or lead <= _LATE
 
 
 def _check_locks(events: Sequence[Event], due: object, *, lock_key: bool) -> None:
