@@ -30,6 +30,7 @@ _MOST_ZEROS: Final = 40
 """How many a decimal may get in place of its exponent: 1E+1000000 would get a million."""
 # By default orjson writes all attributes of a dataclass instance, including cached properties; we write its fields.
 _OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS
+_KEYS: Final = "the keys of a JSON object are text (str itself, nothing derived from it)"
 _WITHOUT_FLOATS: Final = frozenset({str, int, bool, type(None), Decimal, UUID, dt.datetime, dt.date, dt.time})
 
 
@@ -193,7 +194,7 @@ def _find(payload: object, problem: Callable[[object], str | None]) -> tuple[str
             return path, found
         if isinstance(value, dict):
             for key in value:
-                found = problem(key) if type(key) is str else _key_problem(key)
+                found = problem(key) if type(key) is str else f"is a {type(key).__name__}; {_KEYS}"
                 if found is not None:
                     return path, f"the key {key!r} {found}"
         inside = reversed(list(_inside(path, value)))
@@ -227,10 +228,6 @@ def _any_not_finite(value: Any) -> bool:
     if isinstance(value, float):
         return not math.isfinite(value)
     return any(_any_not_finite(item) for _, item in _inside("", value))
-
-
-def _key_problem(key: object) -> str:
-    return f"is a {type(key).__name__}; the keys of a JSON object are text (str itself, nothing derived from it)"
 
 
 def _not_finite(value: object) -> str | None:

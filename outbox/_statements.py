@@ -29,15 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
-COLUMNS: Final = (
-    "event_id",
-    "aggregate_type",
-    "aggregate_id",
-    "event_type",
-    "payload",
-    "payload_bytes",
-    "headers",
-)
+COLUMNS: Final = ("event_id", "aggregate_type", "aggregate_id", "event_type", "payload", "payload_bytes", "headers")
 KEY: Final = "idempotency_key"
 KEY_COLUMNS: Final = ("aggregate_type", KEY, "event_id", "aggregate_id", "event_type")
 

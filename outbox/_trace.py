@@ -117,11 +117,7 @@ def _current() -> dict[str, str]:
 
 
 def _attributes(events: Sequence[Event]) -> dict[str, str | int]:
-    found: dict[str, str | int] = {
-        SYSTEM: KAFKA,
-        OPERATION_TYPE: "create",
-        OPERATION_NAME: "add",
-    }
+    found: dict[str, str | int] = {SYSTEM: KAFKA, OPERATION_TYPE: "create", OPERATION_NAME: "add"}
     if len(events) != 1:
         found[MESSAGE_COUNT] = len(events)
     for name, values in (

@@ -15,9 +15,18 @@ from uuid import UUID
 import orjson
 
 from outbox import _payload, _statements, _topics, _trace
-from outbox._sending import Explained, Rows, Sender, Step, Steps
+from outbox._sending import Explained, Sender, Step, Steps
 from outbox.errors import ConfigurationError, EventError, IdempotencyKeyReused, SchemaError, TargetError
-from outbox.event import CE_SUBJECT, CONTENT_TYPE, IDEMPOTENCY_KEY, MAX_EVENT_BYTES, Event, check_event_id, check_header
+from outbox.event import (
+    CE_SUBJECT,
+    CONTENT_TYPE,
+    IDEMPOTENCY_KEY,
+    MAX_EVENT_BYTES,
+    Event,
+    check_event_id,
+    check_header,
+    id_of,
+)
 from outbox.serializing import Serializer, serialize
 
 _MOST_LOCKS: Final = 1000
@@ -88,6 +97,16 @@ class Writer:
     def has_serializer(self) -> bool:
         """Return whether events have to go through ``serialize_payloads``."""
         return self._serializer is not None
+
+    def prepare(
+        self, events: Sequence[Event], not_before: dt.datetime | None, delay: dt.timedelta | None
+    ) -> tuple[dict[str, Any] | None, list[UUID]]:
+        """Return when the events are due, as parameters, and their ids. Raises EventError."""
+        due = due_values(not_before, delay)
+        self.check_events(events)
+        lead = not_before - dt.datetime.now(dt.UTC) if delay is None and not_before is not None else delay
+        dated = lead is None or lead <= _LATE
+        return due, [id_of(event, dated=dated) for event in events]
 
     def serialize_payloads(self, events: Sequence[Event], ids: Sequence[UUID]) -> Sequence[Event]:
         """Return the events with their payloads serialized. Raises EventError, SchemaRegistryUnavailable."""
@@ -172,26 +191,30 @@ class Writer:
         ids = [row["event_id"] if key is None else owners[key].event_id for key, row in zip(keys, rows, strict=True)]
         return list(map(UUID, ids))
 
-    def reschedule_step(self, event_id: UUID, due: Mapping[str, Any] | None) -> Step:
-        """Return the step that changes the time of a scheduled event: a row, if there is one. Raises EventError."""
+    def cancel(self, event_id: UUID) -> Steps[bool]:
+        """Delete a scheduled event. Returns whether there was one. Raises EventError."""
+        check_event_id(event_id)
+        ((deleted,),) = yield Step(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
+        return bool(deleted)
+
+    def reschedule(self, event_id: UUID, not_before: dt.datetime | None, delay: dt.timedelta | None) -> Steps[bool]:
+        """Change the time of a scheduled event. Returns whether there was one. Raises EventError."""
+        due = due_values(not_before, delay)
         check_event_id(event_id)
         if due is None:
             raise EventError("not_before", "is missing, and so is delay: one of them says when")
-        return Step(_statements.reschedule(self._schema), {"event_id": str(event_id), **due}, answers=True)
+        rows = yield Step(_statements.reschedule(self._schema), {"event_id": str(event_id), **due}, answers=True)
+        return bool(rows)
 
-    def check_step(self) -> Step:
-        """Return the step whose rows name what keeps the writer from working; see ``raise_for``."""
+    def check(self) -> Steps[None]:
+        """Raise SchemaError or TargetError for what keeps the writer from working."""
         needed = [("events", name, "INSERT") for name in _statements.COLUMNS]
         needed += [("scheduled", name, "") for name in (*_statements.COLUMNS, "not_before")]
         rights = ("INSERT", "SELECT") if self._unique_keys else ("",)
         needed += [("idempotency_keys", name, right) for name in _statements.KEY_COLUMNS for right in rights]
         values = dict(zip(("tables", "names", "rights"), map(list, zip(*needed, strict=True)), strict=True))
-        return Step(_statements.check(), {"schema": self._schema, **values}, answers=True)
-
-    def raise_for(self, rows: Rows) -> None:
-        """Raise SchemaError or TargetError for what the rows of ``check_step`` name; nothing if there are none."""
         problems: dict[str, list[str]] = {}
-        for problem, table, name in rows:
+        for problem, table, name in (yield Step(_statements.check(), {"schema": self._schema, **values}, answers=True)):
             problems.setdefault(problem, []).append(f"{table}.{name}")
         if "read-only" in problems:
             raise TargetError(
@@ -207,11 +230,6 @@ class Writer:
             right, denied = next(iter(problems.items()))
             what = f"the schema {self._schema}" if right == "USAGE" else denied[0]
             raise SchemaError.refused(f"the role lacks the right {right} on {what}", denied=True)
-
-    def cancel_step(self, event_id: UUID) -> Step:
-        """Return the step that deletes a scheduled event: a row with their number. Raises EventError."""
-        check_event_id(event_id)
-        return Step(_statements.cancel(self._schema), {"event_id": str(event_id)}, answers=True)
 
     def _row(
         self, event: Event, event_id: UUID, trace: Mapping[str, str], default: Mapping[str, str]
@@ -264,12 +282,6 @@ def due_values(not_before: Any, delay: Any) -> dict[str, Any] | None:
     if not _has_year(not_before):
         raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
     return {"not_before": not_before, "delay": None}
-
-
-def may_be_dated(not_before: dt.datetime | None, delay: dt.timedelta | None) -> bool:
-    """Return whether an event's id may have today's date: consumers remember ids of today until the event is due."""
-    lead = not_before - dt.datetime.now(dt.UTC) if delay is None and not_before is not None else delay
-    return lead is None or lead <= _LATE
 
 
 def _check_locks(events: Sequence[Event], due: object, *, lock_key: bool) -> None:

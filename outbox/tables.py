@@ -78,15 +78,6 @@ _NO_RELAY_HEADER: Final = (
 )
 
 
-class TableSet:
-    """The base of a dataclass of tables."""
-
-    @property
-    def all(self) -> tuple[sa.Table, ...]:
-        """Every table, in the order in which they can be created."""
-        return tuple(vars(self).values())
-
-
 class TableBuilder:
     """Adds the tables of one schema to a MetaData. ``made`` has them by name."""
 
@@ -124,7 +115,7 @@ class TableBuilder:
 
 
 @dataclass(frozen=True)
-class OutboxTables(TableSet):
+class OutboxTables:
     """The tables of one outbox, bound to their MetaData."""
 
     events: sa.Table
@@ -140,6 +131,11 @@ class OutboxTables(TableSet):
     scheduled: sa.Table
     verified: sa.Table
     idempotency_keys: sa.Table
+
+    @property
+    def all(self) -> tuple[sa.Table, ...]:
+        """Every table, in the order in which they can be created."""
+        return tuple(vars(self).values())
 
 
 def lane_expression(lanes: int) -> str:

@@ -19,8 +19,8 @@ from uuid import UUID
 
 from outbox import _trace
 from outbox._sending import run, run_async
-from outbox._writing import DefaultHeaders, Writer, due_values, may_be_dated
-from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event, id_of
+from outbox._writing import DefaultHeaders, Writer
+from outbox.event import DEFAULT_SCHEMA, MAX_EVENT_BYTES, Event
 from outbox.serializing import Serializer
 
 if TYPE_CHECKING:
@@ -109,12 +109,9 @@ class Outbox(_Configured):
         """
         events = tuple(events)
         send = self._writer.sender.to(target)
-        due = due_values(not_before, delay)
+        due, ids = self._writer.prepare(events, not_before, delay)
         if not events:
             return []
-        self._writer.check_events(events)
-        dated = may_be_dated(not_before, delay)
-        ids = [id_of(event, dated=dated) for event in events]
         with _trace.writing(events) as trace:
             ready = self._writer.serialize_payloads(events, ids)
             written = run(self._writer.steps(ready, ids, trace.headers, due, lock_key=lock_key), send)
@@ -128,9 +125,7 @@ class Outbox(_Configured):
         transaction cancels it. The role needs the rights of a `canceller` (`outbox db roles`). Raises TargetError for a
         target without a transaction, EventError for an id that is not a UUID.
         """
-        send = self._writer.sender.to(target)
-        ((deleted,),) = send(self._writer.cancel_step(event_id))
-        return bool(deleted)
+        return run(self._writer.cancel(event_id), self._writer.sender.to(target))
 
     def reschedule(
         self,
@@ -144,9 +139,7 @@ class Outbox(_Configured):
 
         delay counts from now, by the database's clock.
         """
-        send = self._writer.sender.to(target)
-        changed = send(self._writer.reschedule_step(event_id, due_values(not_before, delay)))
-        return bool(changed)
+        return run(self._writer.reschedule(event_id, not_before, delay), self._writer.sender.to(target))
 
     def check(self, target: SyncTarget) -> None:
         """Raise what would keep ``add`` from writing in the target's transaction; for a readiness probe.
@@ -154,8 +147,7 @@ class Outbox(_Configured):
         Reads the catalog, and writes nothing: whether the tables have this version's columns, whether the role may
         insert, and whether the transaction may write. Raises SchemaError, TargetError.
         """
-        send = self._writer.sender.to(target)
-        self._writer.raise_for(send(self._writer.check_step()))
+        run(self._writer.check(), self._writer.sender.to(target))
 
 
 class AsyncOutbox(_Configured):
@@ -185,12 +177,9 @@ class AsyncOutbox(_Configured):
         """Write events in the list's order; see ``Outbox.add_many``."""
         events = tuple(events)
         send = self._writer.sender.to_async(target)
-        due = due_values(not_before, delay)
+        due, ids = self._writer.prepare(events, not_before, delay)
         if not events:
             return []
-        self._writer.check_events(events)
-        dated = may_be_dated(not_before, delay)
-        ids = [id_of(event, dated=dated) for event in events]
         with _trace.writing(events) as trace:
             ready: Sequence[Event] = events
             if self._writer.has_serializer:
@@ -201,9 +190,7 @@ class AsyncOutbox(_Configured):
 
     async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
         """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
-        send = self._writer.sender.to_async(target)
-        ((deleted,),) = await send(self._writer.cancel_step(event_id))
-        return bool(deleted)
+        return await run_async(self._writer.cancel(event_id), self._writer.sender.to_async(target))
 
     async def reschedule(
         self,
@@ -214,11 +201,10 @@ class AsyncOutbox(_Configured):
         delay: dt.timedelta | None = None,
     ) -> bool:
         """Change the time of a scheduled event; see ``Outbox.reschedule``."""
-        send = self._writer.sender.to_async(target)
-        changed = await send(self._writer.reschedule_step(event_id, due_values(not_before, delay)))
-        return bool(changed)
+        return await run_async(
+            self._writer.reschedule(event_id, not_before, delay), self._writer.sender.to_async(target)
+        )
 
     async def check(self, target: AsyncTarget) -> None:
         """Raise what would keep ``add`` from writing in the target's transaction; see ``Outbox.check``."""
-        send = self._writer.sender.to_async(target)
-        self._writer.raise_for(await send(self._writer.check_step()))
+        await run_async(self._writer.check(), self._writer.sender.to_async(target))

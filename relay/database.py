@@ -12,8 +12,7 @@ from psycopg import errors
 from psycopg.pq import TransactionStatus
 
 from outbox._clients.credentials import password_for
-from outbox._clients.encoding import UTF8, check_encoding
-from outbox._clients.errors import first_line
+from outbox._clients.postgres import UTF8, check_encoding, first_line
 from outbox._clients.search_path import PinnedConnection
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url

@@ -18,7 +18,7 @@ from benchmarks.harness.results import Run
 from benchmarks.harness.servers import PARTITIONS, BenchError, Site
 
 _NUMBER: Final = re.compile(rb'"n": ?(\d+)')
-_EOF: Final = KafkaError._PARTITION_EOF  # noqa: SLF001 - a documented name, in spite of the underscore
+_EOF: Final = KafkaError._PARTITION_EOF
 _READ_SECONDS: Final = 60.0
 _IDLE_SECONDS: Final = 30.0
 

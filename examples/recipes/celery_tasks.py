@@ -82,7 +82,7 @@ def start_tasks() -> None:
         if message is None:
             continue
         if error := message.error():
-            if error.code() == KafkaError._FATAL:  # noqa: SLF001  this client never reads again
+            if error.code() == KafkaError._FATAL:  # this client never reads again
                 raise KafkaException(error)
             print(f"Kafka: {error}")
             continue

@@ -10,8 +10,7 @@ import psycopg
 import sqlalchemy as sa
 
 from outbox._clients.credentials import password_for
-from outbox._clients.encoding import UTF8, check_encoding
-from outbox._clients.errors import first_line
+from outbox._clients.postgres import UTF8, check_encoding, first_line
 from outbox._clients.search_path import PIN, PIN_LOCAL, is_pooled
 from outbox.errors import SchemaError, TablesInUse
 from outbox.urls import display_url, libpq_url

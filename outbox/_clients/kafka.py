@@ -100,8 +100,7 @@ class ConnectionErrors:
 
     def hear(self, error: KafkaError) -> None:
         """Keep the error if it is such a reason. The client's ``error_cb`` is this method, or calls it."""
-        # Documented names, in spite of the underscore.
-        if error.code() not in {KafkaError._SSL, KafkaError._AUTHENTICATION, KafkaError._RESOLVE}:  # noqa: SLF001
+        if error.code() not in {KafkaError._SSL, KafkaError._AUTHENTICATION, KafkaError._RESOLVE}:
             return
         self._last = CIRCUMSTANCES.sub("", error.str())
         if _UNVERIFIED in self._last:
@@ -120,13 +119,13 @@ class ConnectionErrors:
     def reason_for(self, error: KafkaError) -> str:
         """Return the reason, to be appended to the text of this error; empty if it can't have caused the error."""
         caused = {
-            KafkaError._TRANSPORT,  # noqa: SLF001
+            KafkaError._TRANSPORT,
             # What a request to a broker that cannot be connected may end with, when its address is replaced.
-            KafkaError._DESTROY,  # noqa: SLF001
-            KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
-            KafkaError._TIMED_OUT,  # noqa: SLF001
-            KafkaError._TIMED_OUT_QUEUE,  # noqa: SLF001
-            KafkaError._MSG_TIMED_OUT,  # noqa: SLF001
+            KafkaError._DESTROY,
+            KafkaError._ALL_BROKERS_DOWN,
+            KafkaError._TIMED_OUT,
+            KafkaError._TIMED_OUT_QUEUE,
+            KafkaError._MSG_TIMED_OUT,
         }
         # An exception that was explained already has it.
         return self.reason if error.code() in caused and self.reason not in error.str() else ""

@@ -51,8 +51,8 @@ def cut_logs(
         "queued.min.messages": 1,
         "fetch.message.max.bytes": 1024,
     }
-    passing = {KafkaError._PARTITION_EOF, KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}  # noqa: SLF001
-    cut_codes = {KafkaError._AUTO_OFFSET_RESET, KafkaError._LOG_TRUNCATION}  # noqa: SLF001
+    passing = {KafkaError._PARTITION_EOF, KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}
+    cut_codes = {KafkaError._AUTO_OFFSET_RESET, KafkaError._LOG_TRUNCATION}
     consumer = Consumer({**options, **ours}, logger=logger)
     found: dict[tuple[str, int], int] = {}
     left = dict(positions)
@@ -63,7 +63,7 @@ def cut_logs(
             if time.monotonic() > deadline:
                 topic, part = min(left)
                 text = f"the leader of {topic}-{part} did not say whether its log was cut"
-                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text))  # noqa: SLF001
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text))
             for message in consumer.consume(len(left), 0.2):
                 at, error = (message.topic() or "", message.partition() or 0), message.error()
                 if error is not None and error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
@@ -85,8 +85,7 @@ def cut_logs(
 def is_refusal(error: KafkaError) -> bool:
     """Return whether Kafka refuses the client's credentials, what they do not allow, or how it joins a group."""
     return error.code() in {
-        # A documented name, in spite of the underscore.
-        KafkaError._AUTHENTICATION,  # noqa: SLF001
+        KafkaError._AUTHENTICATION,
         KafkaError.SASL_AUTHENTICATION_FAILED,
         KafkaError.UNSUPPORTED_SASL_MECHANISM,
         KafkaError.ILLEGAL_SASL_STATE,
@@ -104,8 +103,7 @@ def is_end(error: KafkaError) -> bool:
     Returns False if rights on the group are missing: a reader with assigned partitions and offsets needs none, but
     librdkafka looks up the group's coordinator anyway, reports the refusal, and reads on.
     """
-    # A documented name, in spite of the underscore.
-    if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+    if error.code() == KafkaError._PARTITION_EOF:
         return True
     if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
         raise KafkaException(error)
@@ -114,12 +112,12 @@ def is_end(error: KafkaError) -> bool:
 
 def is_silence(error: KafkaError) -> bool:
     """Return whether a request was not answered in time. Its client may never be answered: see ``KafkaAdmin``."""
-    return error.code() == KafkaError._TIMED_OUT  # noqa: SLF001
+    return error.code() == KafkaError._TIMED_OUT
 
 
 def is_fatal(error: KafkaError) -> bool:
     """Return whether the client can't be used any more. In a consumer's message only the code says so, not the flag."""
-    return error.fatal() or error.code() == KafkaError._FATAL  # noqa: SLF001
+    return error.fatal() or error.code() == KafkaError._FATAL
 
 
 def fatal_cause(error: KafkaError) -> KafkaError:
@@ -128,7 +126,7 @@ def fatal_cause(error: KafkaError) -> KafkaError:
     A consumer's message has the code _FATAL, and the cause in its text alone (rd_kafka_set_fatal_error0), in front:
     "Fatal error: Broker: Group authorization failed: ConsumerGroupHeartbeat fatal error: …".
     """
-    if error.code() != KafkaError._FATAL:  # noqa: SLF001
+    if error.code() != KafkaError._FATAL:
         return error
     codes = {code for name in dir(KafkaError) if name.isupper() and isinstance(code := getattr(KafkaError, name), int)}
     named = {f"Fatal error: {KafkaError(code).str()}: ": code for code in codes}
@@ -143,7 +141,7 @@ def is_fenced(error: KafkaError) -> bool:
 
 def refuses_credentials(error: KafkaError) -> bool:
     """Return whether a connection's credentials were refused: see ``LastingRefusal`` for when that is final."""
-    return error.code() in {KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED}  # noqa: SLF001
+    return error.code() in {KafkaError._AUTHENTICATION, KafkaError.SASL_AUTHENTICATION_FAILED}
 
 
 REFUSED_SECONDS: Final = 300.0

@@ -35,7 +35,7 @@ from psycopg import pq
 from psycopg.abc import Params
 from psycopg.rows import tuple_row
 
-from outbox._clients.pipeline import pipeline
+from outbox._clients.postgres import pipeline
 
 PIN: Final = "SET search_path = pg_catalog"
 _READ_COMMITTED: Final = "SET default_transaction_isolation = 'read committed'"

@@ -37,7 +37,7 @@ from psycopg import errors, pq, sql
 from psycopg.conninfo import conninfo_to_dict
 
 from outbox._clients.credentials import password_for
-from outbox._clients.encoding import UTF8
+from outbox._clients.postgres import UTF8
 from outbox._clients.search_path import PIN_LOCAL, PinnedConnection
 from outbox._clients.threads import within
 from outbox.consumer import patience

@@ -26,7 +26,7 @@ import psycopg
 from psycopg import sql
 
 from outbox._clients.clock import DatabaseClock
-from outbox._clients.durable import SYNCHRONOUS
+from outbox._clients.postgres import SYNCHRONOUS
 from outbox.consumer.errors import Fenced, OffsetMoved
 from outbox.consumer.ids import NO_TIME, day
 from outbox.consumer.model import ClaimedOffset, Loss, Partition, StoredOffset

@@ -42,8 +42,8 @@ _UNHEARD: Final = STALE | {
     KafkaError.UNKNOWN_TOPIC_OR_PART,
     KafkaError.REPLICA_NOT_AVAILABLE,
     KafkaError.KAFKA_STORAGE_ERROR,
-    # None of the partitions has a leader. A documented name, in spite of the underscore.
-    KafkaError._NOENT,  # noqa: SLF001
+    # None of the partitions has a leader.
+    KafkaError._NOENT,
 }
 
 

@@ -21,7 +21,7 @@ def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
         refused = NotAuthorized(f"{text}; look at {look_at}. Nothing was skipped")
         refused.credentials = error if refuses_credentials(error) else None
         return refused
-    if error.code() in {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG}:  # noqa: SLF001
+    if error.code() in {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG}:
         mend = "if another replica has the records whole, make it the leader"
         return CorruptRecords(f"{text}; {mend}. Nothing was skipped")
     return ConsumerUnavailable(text)

@@ -125,10 +125,11 @@ class DeadLetterStore:
     def __init__(self, schema: str, group: str) -> None:
         self._schema = schema
         self._group = group
+        self._parts: dict[str, sql.Composable] = {"described": sql.SQL(DESCRIBED), "contents": sql.SQL(CONTENTS)}
 
     def require_none(self, connection: psycopg.Connection[Any]) -> None:
         """Raise ConfigurationError if the group has dead letters: at-most-once, nothing retries them."""
-        if self._run(connection, statement(self._schema, _ONE)).fetchone() is not None:
+        if self._run(connection, _ONE).fetchone() is not None:
             raise ConfigurationError(
                 f"group {self._group} has dead letters, and with delivery='at-most-once' nothing retries them: retry "
                 "or discard them before (`outbox dead-letters list --side consumer`), or give the consumer another "
@@ -140,29 +141,29 @@ class DeadLetterStore:
         own = {"grp": self._group, "topic_id": topic_id}
         rows = [{name: getattr(letter, name) for name in _STORED} | _values(letter.record) | own for letter in letters]
         if rows:
-            cursor(connection).executemany(self._with_contents(_WRITE), rows)
+            cursor(connection).executemany(self._statement(_WRITE), rows)
         return len(rows)
 
     def failed_again(self, connection: psycopg.Connection[Any], letter: int, record: RejectedRecord) -> None:
         """Count another attempt of a dead letter."""
-        self._run(connection, statement(self._schema, _AGAIN), **_values(record), letter=letter)
+        self._run(connection, _AGAIN, **_values(record), letter=letter)
 
     def delete(self, connection: psycopg.Connection[Any], ids: Sequence[int]) -> None:
-        self._run(connection, statement(self._schema, _DELETE), ids=list(ids))
+        self._run(connection, _DELETE, ids=list(ids))
 
     def leave_out(self, connection: psycopg.Connection[Any], ids: Sequence[int]) -> None:
         """Record in ``audit`` dead letters that are deleted without an effect: the job now filters such messages
         out.
         """
-        self._run(connection, self._with_contents(_LEAVE_OUT), ids=list(ids))
+        self._run(connection, _LEAVE_OUT, ids=list(ids))
 
-    def _with_contents(self, query: LiteralString) -> sql.Composed:
-        return statement(self._schema, query, described=sql.SQL(DESCRIBED), contents=sql.SQL(CONTENTS))
+    def _statement(self, query: LiteralString) -> sql.Composed:
+        return statement(self._schema, query, **self._parts)
 
     def _run(
-        self, connection: psycopg.Connection[Any], query: sql.Composed, **values: object
+        self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
     ) -> psycopg.Cursor[tuple[Any, ...]]:
-        return execute(connection, query, {"grp": self._group, **values})
+        return execute(connection, self._statement(query), {"grp": self._group, **values})
 
 
 def _values(record: RejectedRecord) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class MemberClients:
                 raise
             text = f"kafka: {error.args[0].str()}" if isinstance(error, KafkaException) else str(error)
             if self._taken:
-                raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text)) from error  # noqa: SLF001
+                raise KafkaException(KafkaError(KafkaError._INVALID_ARG, text)) from error
             raise ConfigurationError(text) from error
         self._taken = True
 
@@ -212,4 +212,4 @@ class MemberClients:
 
     def _note(self, error: KafkaError) -> None:
         self._logger.warning("group %s: %s", self._group, error.str())
-        self._watch.not_joined(error.str())
+        self._watch.failed([None], error.str())

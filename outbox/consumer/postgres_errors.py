@@ -11,7 +11,7 @@ import psycopg
 from psycopg import errors
 from psycopg.pq import TransactionStatus
 
-from outbox._clients.errors import causes, first_line
+from outbox._clients.postgres import causes, first_line
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerError, ConsumerUnavailable, EffectFailed, Interrupted, shown
 from outbox.errors import SchemaError
@@ -28,12 +28,7 @@ AWAY: Final = (
 )
 """Errors that may pass by themselves: the transaction was rolled back, and a new connection may succeed."""
 
-_SCHEMA: Final = (
-    errors.UndefinedTable,
-    errors.UndefinedColumn,
-    errors.InvalidSchemaName,
-    errors.InsufficientPrivilege,
-)
+_SCHEMA: Final = (errors.UndefinedTable, errors.UndefinedColumn, errors.InvalidSchemaName, errors.InsufficientPrivilege)
 
 
 # Classes of SQLSTATE: more than one row for one, data that does not fit, constraints, values beyond a limit (too long

@@ -32,7 +32,7 @@ import psycopg
 from psycopg import errors, sql
 
 from outbox._clients import blocks
-from outbox._clients.errors import first_line
+from outbox._clients.postgres import first_line
 from outbox.consumer import connections
 from outbox.consumer.errors import ConsumerUnavailable
 from outbox.consumer.ids import NO_TIME
@@ -122,12 +122,7 @@ _OWNER: Final = "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = {par
 _DROP_DEPENDENTS: Final = "drop what depends on it"
 
 _BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected)
-_FAILURES: Final = (
-    *_BUSY,
-    errors.InsufficientPrivilege,
-    errors.DependentObjectsStillExist,
-    errors.OutOfMemory,
-)
+_FAILURES: Final = (*_BUSY, errors.InsufficientPrivilege, errors.DependentObjectsStillExist, errors.OutOfMemory)
 
 
 @dataclass(frozen=True, slots=True)

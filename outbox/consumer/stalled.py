@@ -54,10 +54,6 @@ class Watch:
         with self._lock:
             self._stalled.setdefault(None, StalledPartition(", ".join(topics), None, None, now, _UNANSWERED))
 
-    def not_joined(self, why: str) -> None:
-        """Note why a member has no assignment; of one that has, nothing."""
-        self.failed([None], why)
-
     def assigned(self, partitions: Collection[Partition]) -> None:
         """Note which partitions are assigned to this member, perhaps none; forget all others."""
         with self._lock:
@@ -77,7 +73,10 @@ class Watch:
                 self._stalled.pop(partition, None)
 
     def failed(self, partitions: Collection[Partition | None] | None, why: str) -> None:
-        """Note an error that keeps these partitions from moving; None: all, and the member from joining."""
+        """Note an error that keeps these partitions from moving; None: all.
+
+        The partition None is the member itself, if it has no assignment.
+        """
         with self._lock:
             for at in self._stalled.keys() & (self._stalled.keys() if partitions is None else set(partitions)):
                 self._stalled[at] = replace(self._stalled[at], why=why)

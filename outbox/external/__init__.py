@@ -3,14 +3,4 @@
 from outbox.external.declaration import Call, Done, External, OutcomeUnknown, Refused, Settled, TryLater
 from outbox.external.http_call import HttpAsk, HttpCall
 
-__all__ = [
-    "Call",
-    "Done",
-    "External",
-    "HttpAsk",
-    "HttpCall",
-    "OutcomeUnknown",
-    "Refused",
-    "Settled",
-    "TryLater",
-]
+__all__ = ["Call", "Done", "External", "HttpAsk", "HttpCall", "OutcomeUnknown", "Refused", "Settled", "TryLater"]

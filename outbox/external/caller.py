@@ -40,7 +40,7 @@ import psycopg
 
 from outbox._clients.backoff import FIRST, doubled, jittered
 from outbox._clients.clock import uptime
-from outbox._clients.errors import first_line
+from outbox._clients.postgres import first_line
 from outbox.consumer.connections import OwnSession
 from outbox.consumer.errors import ConsumerUnavailable, Interrupted
 from outbox.consumer.patience import NoTimeLeft, Patience

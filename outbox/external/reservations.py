@@ -20,7 +20,7 @@ from psycopg.rows import tuple_row
 from psycopg.types.json import Jsonb
 
 from outbox._clients import blocks
-from outbox._clients.durable import SYNCHRONOUS
+from outbox._clients.postgres import SYNCHRONOUS
 from outbox._clients.search_path import pinned_transaction, restore_path
 from outbox.consumer.connections import process_name
 from outbox.consumer.errors import LONGEST_ERROR, ConsumerError, Interrupted, shown, storable
@@ -47,6 +47,11 @@ SELECT ctid, order_key, id FROM {reservations}
  WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling') AND NOT parked
    AND next_attempt_at <= now()
  ORDER BY next_attempt_at, id LIMIT %(window)s"""
+_EARLIER: Final = """
+SELECT FROM {reservations} AS earlier
+ WHERE earlier.grp = %(grp)s AND earlier.name = %(name)s AND earlier.settled_at IS NULL
+   AND hashtextextended(earlier.order_key, 0) = hashtextextended(front.order_key, 0)
+   AND earlier.order_key = front.order_key AND earlier.id < front.id"""
 # A later call of a key waits for the earlier one. A settlement that another caller is just committing is not visible
 # yet, so a call may wait a little too long but never goes out too early.
 _DUE: Final = """
@@ -59,11 +64,7 @@ SELECT due.*, due.response IS NOT NULL AS has_response, due.attempts - due.budge
         SELECT * FROM {reservations} AS one
          WHERE one.ctid = front.ctid AND one.state IN ('reserved', 'calling', 'cancelling')
            AND NOT one.parked AND one.next_attempt_at <= now()
-           AND NOT EXISTS (
-                SELECT FROM {reservations} AS earlier
-                 WHERE earlier.grp = %(grp)s AND earlier.name = %(name)s AND earlier.settled_at IS NULL
-                   AND hashtextextended(earlier.order_key, 0) = hashtextextended(front.order_key, 0)
-                   AND earlier.order_key = front.order_key AND earlier.id < front.id)
+           AND NOT EXISTS ({earlier})
            FOR UPDATE OF one SKIP LOCKED) AS due
  LIMIT %(most)s"""
 # The earlier call is locked: its settlement comes before this, and is seen, or waits, and then sees what was parked.
@@ -72,12 +73,7 @@ SELECT due.*, due.response IS NOT NULL AS has_response, due.attempts - due.budge
 _PARK: Final = """
 WITH front AS MATERIALIZED ({front}),
 behind AS MATERIALIZED (
-    SELECT front.ctid FROM front, LATERAL (
-        SELECT FROM {reservations} AS earlier
-         WHERE earlier.grp = %(grp)s AND earlier.name = %(name)s AND earlier.settled_at IS NULL
-           AND hashtextextended(earlier.order_key, 0) = hashtextextended(front.order_key, 0)
-           AND earlier.order_key = front.order_key AND earlier.id < front.id
-         LIMIT 1 FOR SHARE SKIP LOCKED) AS earlier)
+    SELECT front.ctid FROM front, LATERAL ({earlier} LIMIT 1 FOR SHARE SKIP LOCKED) AS earlier)
 UPDATE {reservations} SET parked = true, next_attempt_at = now() + interval '1 hour'
  WHERE ctid = ANY (ARRAY(
         SELECT waiting.ctid FROM behind, LATERAL (
@@ -408,8 +404,9 @@ class Reservations:
 
     def _run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
         schema = self._external.schema
-        parts = {"front": statement(schema, _FRONT), "synchronous": sql.SQL(SYNCHRONOUS)}
-        return cursor.execute(statement(schema, query, **parts), self._which | values)
+        parts = {"front": statement(schema, _FRONT), "earlier": statement(schema, _EARLIER)}
+        composed = statement(schema, query, synchronous=sql.SQL(SYNCHRONOUS), **parts)
+        return cursor.execute(composed, self._which | values)
 
 
 @dataclass(frozen=True, slots=True)

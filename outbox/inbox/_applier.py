@@ -49,7 +49,7 @@ class Applier(Transactions):
             handled = self._apply(connection, part, batch)
 
         try:
-            committed = self._attempt(part, part.strikes, step, self._apply_later)
+            committed = self._attempt(part, part.strikes, step)
         except TransactionEnded as ended:
             waiting = sum(message.key() in part.dead_keys for message in ended.rest)
             lost = [MessageFailed(message, ended.why.reason, ended.why.error) for message in ended.rest]
@@ -90,7 +90,7 @@ class Applier(Transactions):
             self._group.move(connection, part.partition, end, log_end=end)
 
         # No message is at fault, however often it is interrupted.
-        if self._attempt(part, Strikes(), step, self._apply_later):
+        if self._attempt(part, Strikes(), step):
             part.moved(end)
 
     def forget_taken(self, parts: Collection[Assigned]) -> None:
@@ -162,12 +162,12 @@ class Applier(Transactions):
             self._move_past(connection, part, message, dead=1)
 
         try:
-            committed = self._attempt(part, part.strikes, step, self._apply_later)
+            committed = self._attempt(part, part.strikes, step)
         except psycopg.Error as error:
             if part.strikes.strike(error):
                 text = f"it can't be stored as a dead letter: {error}; it failed with: {why.error}"
                 raise HandlerFailed(*part.partition, message.offset(), part.attempts, text) from error
-            self._apply_later(part, error)
+            self._interrupted(part, error)
             return False
         if committed:
             part.deaths += 1

@@ -78,8 +78,12 @@ class _Batch:
         return self.messages[-1].offset()
 
 
+@dataclass(eq=False)
 class AtMostOnceApplier(Applier):
     """Runs the transactions of a member's partitions, two for each batch."""
+
+    _interruptions: list[BaseException] = field(default_factory=list, init=False)
+    """What has interrupted the second transaction."""
 
     def apply(self, part: Assigned) -> bool:
         """Commit the position past the next messages, then call the handler for each of them.
@@ -89,12 +93,10 @@ class AtMostOnceApplier(Applier):
         batch = _Batch(part.next_batch(self.settings.batch))
         # No message is at fault, however often it is interrupted: none was looked at.
         try:
-            if not self._attempt(
-                part, Strikes(), lambda connection: self._commit_position(connection, part, batch), self._apply_later
-            ):
+            if not self._attempt(part, Strikes(), lambda connection: self._commit_position(connection, part, batch)):
                 return False
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
-            self._apply_later(part, error)
+            self._interrupted(part, error)
             return False
         part.moved(batch.last + 1)
         if not batch.pending:
@@ -111,7 +113,7 @@ class AtMostOnceApplier(Applier):
         claim, pending = part.position, batch.pending
         called: list[KafkaMessage] = []
         found: list[MessageFailed] = []
-        interruptions: list[BaseException] = []
+        self._interruptions.clear()
 
         def apply(connection: psycopg.Connection[Any]) -> None:
             self._group.confirm(connection, part.partition, batch.first, len(pending), claim.generation)
@@ -123,12 +125,8 @@ class AtMostOnceApplier(Applier):
                 self._record(connection, part, found)
                 batch.failures.update((failed.message.offset(), failed) for failed in found)
 
-        def wait(part: Assigned, error: BaseException) -> None:
-            interruptions.append(error)
-            self._apply_later(part, error)
-
         try:
-            committed = self._attempt(part, Strikes(), apply, wait)
+            committed = self._attempt(part, Strikes(), apply)
         except (MessageFailed, psycopg.Error) as error:
             if isinstance(error, TransactionEnded):
                 # If it was committed, so is what ``confirm`` did.
@@ -146,8 +144,8 @@ class AtMostOnceApplier(Applier):
             return True
         # The claim records what was not confirmed.
         part.forget_claim(part.due)
-        if interruptions and called:
-            self._count_lost(part, claim, batch, called[-1], interruptions[-1])
+        if self._interruptions and called:
+            self._count_lost(part, claim, batch, called[-1], self._interruptions[-1])
         return False
 
     def _commit_position(self, connection: psycopg.Connection[Any], part: Assigned, batch: _Batch) -> None:
@@ -178,6 +176,10 @@ class AtMostOnceApplier(Applier):
             self._group.mark_unconfirmed(connection, part.partition, batch.first, batch.last + 1, counted)
         elif counted:
             self._group.take_back(connection, part.partition, applied=counted)
+
+    def _interrupted(self, part: Assigned, error: BaseException) -> None:
+        self._interruptions.append(error)
+        super()._interrupted(part, error)
 
     def _failure(
         self, connection: psycopg.Connection[Any], message: KafkaMessage, called: list[KafkaMessage]

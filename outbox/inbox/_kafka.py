@@ -20,7 +20,7 @@ from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
 
 _SECONDS: Final = 10.0
 
-OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})  # noqa: SLF001
+OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})
 
 
 def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:

@@ -7,21 +7,12 @@ They share the table, its reasons and states with the Spark consumers, so the sa
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Final, LiteralString
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
-from outbox.consumer.letters import (
-    BEHIND,
-    BY_INDEX,
-    EARLIER,
-    ELSEWHERE,
-    KEYS,
-    RETRIED,
-    DeadLetterStore,
-    RetryRecord,
-)
+from outbox.consumer.letters import BEHIND, BY_INDEX, EARLIER, ELSEWHERE, KEYS, RETRIED, DeadLetterStore, RetryRecord
 from outbox.consumer.model import Partition
 from outbox.consumer.statements import columns, statement
 from outbox.inbox._message import RetriedMessage
@@ -115,7 +106,7 @@ class Letters(DeadLetterStore):
 
     def __init__(self, schema: str, group: str) -> None:
         super().__init__(schema, group)
-        self._parts: dict[str, sql.Composable] = {
+        self._parts |= {
             "earlier": statement(schema, _EARLIER, earlier=sql.SQL(EARLIER)),
             "retried": statement(schema, ELSEWHERE, retried=sql.SQL(RETRIED)),
             "elsewhere": statement(schema, ELSEWHERE, retried=sql.SQL("")),
@@ -125,22 +116,22 @@ class Letters(DeadLetterStore):
 
     def keys(self, connection: psycopg.Connection[Any], topic: str) -> set[bytes]:
         """Return the keys of a topic's dead letters: later messages of these wait behind them."""
-        return {bytes(key) for _, key in self._ask(connection, KEYS, topics=[topic])}
+        return {bytes(key) for _, key in self._run(connection, KEYS, topics=[topic])}
 
     def gone(self, connection: psycopg.Connection[Any], topics: Collection[str]) -> dict[Partition, Partition]:
         """Return partitions with dead letters that the group no longer has, and for each the topic's first one."""
-        rows = self._ask(connection, _GONE, topics=list(topics))
+        rows = self._run(connection, _GONE, topics=list(topics))
         return {(topic, part): (topic, first) for topic, part, first in rows}
 
     def by_index(self, connection: psycopg.Connection[Any]) -> None:
         """Keep this transaction's plans to the indexes. To be called before the methods that look for changes."""
-        self._ask(connection, BY_INDEX)
+        self._run(connection, BY_INDEX)
 
     def with_letters(
         self, connection: psycopg.Connection[Any], partitions: Collection[Partition]
     ) -> tuple[set[Partition], set[Partition]]:
         """Return those of the partitions with dead letters to be retried, and those with some behind others."""
-        rows = self._ask(connection, _ANY, **columns(partitions)).fetchall()
+        rows = self._run(connection, _ANY, **columns(partitions)).fetchall()
         return {row[:2] for row in rows if row[2]}, {row[:2] for row in rows if row[3]}
 
     def release(self, connection: psycopg.Connection[Any], partition: Partition, after: bytes) -> tuple[bool, bytes]:
@@ -151,9 +142,9 @@ class Letters(DeadLetterStore):
         Returns whether there was any, and where the next call begins.
         """
         values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
-        rows = self._ask(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
+        rows = self._run(connection, _KEYS_BEHIND, **values, after=after, most=LOOKED_AT).fetchall()
         hashes = [hash_ for hash_, free in rows if free]
-        released = self._ask(connection, _RELEASE, **values, hashes=hashes).rowcount if hashes else 0
+        released = self._run(connection, _RELEASE, **values, hashes=hashes).rowcount if hashes else 0
         return released > 0, bytes(rows[-1][0]) if len(rows) == LOOKED_AT else b""
 
     def hold_back(self, connection: psycopg.Connection[Any], partition: Partition, most: int) -> set[int] | None:
@@ -163,7 +154,7 @@ class Letters(DeadLetterStore):
         nothing is to be retried.
         """
         values: dict[str, Any] = {"topic": partition[0], "part": partition[1]}
-        rows = self._ask(connection, _HOLD_BACK, **values, most=most, behind=BEHIND, forgiven=_FORGIVEN).fetchall()
+        rows = self._run(connection, _HOLD_BACK, **values, most=most, behind=BEHIND, forgiven=_FORGIVEN).fetchall()
         return {number for number, first in rows if first} if rows else None
 
     def next(
@@ -174,15 +165,10 @@ class Letters(DeadLetterStore):
         cleared  as ``hold_back`` has returned it: one that was marked since may have an earlier one elsewhere.
         """
         values = {"topic": partition[0], "part": partition[1], "forgiven": _FORGIVEN}
-        row = self._ask(connection, _WAITING, **values).fetchone()
+        row = self._run(connection, _WAITING, **values).fetchone()
         if row is None or row[0] not in cleared:
             return None
         number, reason, blocked, offset, key, value, headers, time = row
         # Another member may have had the lock, and the first look is from before it had it.
-        blocked = blocked or self._ask(connection, _BLOCKED, letter=number).fetchone() is not None
+        blocked = blocked or self._run(connection, _BLOCKED, letter=number).fetchone() is not None
         return RetriedMessage(RetryRecord(number, (*partition, offset), key, value, headers, time, reason, blocked))
-
-    def _ask(
-        self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
-    ) -> psycopg.Cursor[tuple[Any, ...]]:
-        return self._run(connection, statement(self._schema, query, **self._parts), **values)

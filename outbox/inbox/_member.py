@@ -205,7 +205,7 @@ class Member:
             # Its type says that its methods may return None; they don't for messages of a broker.
             received = cast("KafkaMessage", message)
             part = self._parts.get((received.topic(), received.partition()))
-            if error is None or error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  a documented name
+            if error is None or error.code() == KafkaError._PARTITION_EOF:
                 self._clients.worked()
             if error is not None:
                 self._kafka_error(part, received, error)
@@ -241,7 +241,7 @@ class Member:
 
     def _kafka_error(self, part: Assigned | None, message: KafkaMessage, error: KafkaError) -> None:
         code = error.code()
-        if code == KafkaError._PARTITION_EOF:  # noqa: SLF001  a documented name, in spite of the underscore
+        if code == KafkaError._PARTITION_EOF:
             if part is not None and part.position is not None:
                 part.end = max(part.end, message.offset())
         elif code in _kafka.OUT_OF_RANGE:
@@ -388,7 +388,7 @@ class Member:
         try:
             self._kafka.seek(here)
         except KafkaException as error:
-            if error.args[0].code() != KafkaError._STATE:  # noqa: SLF001  a documented name, in spite of the underscore
+            if error.args[0].code() != KafkaError._STATE:
                 raise
             # Out of range, librdkafka has stopped reading it, until it is assigned again.
             if self._incremental:

@@ -32,7 +32,7 @@ class Retries(Transactions):
                 self._apply_letter(connection, part, found)
 
         try:
-            committed = self._attempt(part, part.letter_strikes, step, self._leave_letters)
+            return self._attempt(part, part.letter_strikes, step) and found is not None
         except TransactionEnded as ended:
             # The dead letter is kept for an operator: its id is known, so a retry would only delete it.
             keep = self._failing_again(ended)
@@ -45,9 +45,6 @@ class Retries(Transactions):
                 raise
             # An error that names no message: of COMMIT (a deferred constraint or trigger), or of our own statements.
             return self._letter_failed(part, MessageFailed.by(found, error))
-        if committed:
-            part.letter_strikes.count = 0
-        return committed and found is not None
 
     def _apply_letter(self, connection: psycopg.Connection[Any], part: Assigned, message: RetriedMessage) -> None:
         letter = message.letter
@@ -77,17 +74,14 @@ class Retries(Transactions):
         return MessageFailed(message, "behind", BEHIND).why
 
     def _letter_failed(self, part: Assigned, failed: MessageFailed) -> bool:
-        committed = self._attempt(part, part.letter_strikes, self._failing_again(failed), self._leave_letters)
-        if committed:
-            part.letter_strikes.count = 0
-        return committed
+        return self._attempt(part, part.letter_strikes, self._failing_again(failed))
 
     def _failing_again(self, failed: MessageFailed) -> Callable[[psycopg.Connection[Any]], None]:
         assert isinstance(failed.message, RetriedMessage)
         number = failed.message.letter.id
         return lambda connection: self._letters.failed_again(connection, number, failed.why)
 
-    def _leave_letters(self, part: Assigned, error: BaseException) -> None:
+    def _interrupted(self, part: Assigned, error: BaseException) -> None:
         """The next upkeep retries it: the partition's messages do not wait for that."""
         part.letters_first = False
         self.record_interruption(error, "retrying a dead letter")

@@ -144,21 +144,16 @@ class Transactions:
             part.interruptions, part.due = earlier + 1, due
         self.record_interruption(error, doing, [part.partition for part in parts])
 
-    def _attempt(
-        self,
-        part: Assigned,
-        strikes: Strikes,
-        step: Callable[[psycopg.Connection[Any]], None],
-        wait: Callable[[Assigned, BaseException], None],
-    ) -> bool:
+    def _attempt(self, part: Assigned, strikes: Strikes, step: Callable[[psycopg.Connection[Any]], None]) -> bool:
         """Run a transaction that holds a partition's claim.
+
+        strikes  counts its interruptions: one that keeps coming is taken for the message's fault.
 
         Returns whether it was committed; if not, there is another attempt when the partition is due, or claimed again.
         Raises MessageFailed for what is a message's fault, and psycopg.Error where that names no message.
         """
         assert part.position is not None
         transaction: str | None = None
-        found: MessageFailed | psycopg.Error
         try:
             with self.session.transaction() as connection:
                 transaction = self._group.fence(connection, part.partition, part.position)
@@ -176,17 +171,19 @@ class Transactions:
             assert transaction is not None
             ended.transaction = transaction
             raise
-        except MessageFailed as failed:
-            found, cause = failed, failed.__cause__
-        except psycopg.Error as error:
-            found = cause = error
-        else:
-            return True
-        # Counts a strike: an interruption that keeps coming is taken for the message's fault.
-        if transaction is None or (self.session.passes(cause) and not strikes.strike(cause)):
-            wait(part, cause or found)
+        except (MessageFailed, psycopg.Error) as error:
+            cause = error.__cause__ if isinstance(error, MessageFailed) else error
+            # Before it has the claim, no message can be at fault.
+            if transaction is not None and (not self.session.passes(cause) or strikes.strike(cause)):
+                raise
+            self._interrupted(part, cause or error)
             return False
-        raise found
+        strikes.count = 0
+        return True
+
+    def _interrupted(self, part: Assigned, error: BaseException) -> None:
+        """Note that a transaction was interrupted by what is no message's fault, and when the next one is due."""
+        self.postpone([part], error, f"applying {part.name}")
 
     def _id(self, message: KafkaMessage) -> UUID | None:
         """Return the id by which a message is recognized. Raises MessageFailed for one that no handler may get."""
@@ -240,8 +237,8 @@ class Transactions:
 
         Waits while Postgres is away. Raises HandlerFailed also if that can't be recorded, or until ``stop``.
         """
-        message, why, attempt, recorded = ended.message, ended.why.error, 0, True
-        while True:
+        message, why, attempt, recorded = ended.message, ended.why.error, 0, False
+        while not recorded:
             try:
                 with self.session.transaction() as connection:
                     if not self._group.was_committed(connection, ended.transaction):
@@ -249,16 +246,14 @@ class Transactions:
                     self._group.take_back(connection, part.partition, applied=applied, dead=dead)
                     self._record(connection, part, lost)
                     also(connection)
+                recorded = True
             except psycopg.Error as error:
                 self.record_interruption(error, f"recording what is lost of {part.name}", [part.partition])
                 if self.stopping.is_set() or not self.session.passes(error):
                     why = f"{why}; if it was committed, messages are lost, {len(lost)} of them: {error}"
-                    recorded = False
                     break
                 pause(self.stopping, attempt)
                 attempt += 1
-            else:
-                break
         cause = ended.__cause__ or ended
         place = message.topic(), message.partition(), message.offset()
         raise HandlerFailed(*place, 1, why, given_up=True, recorded=recorded) from cause
@@ -267,6 +262,3 @@ class Transactions:
         assert part.position is not None
         topic_id = part.position.topic_id
         self._group.record_losses(connection, [given_up(failed.why, topic_id) for failed in failures])
-
-    def _apply_later(self, part: Assigned, error: BaseException) -> None:
-        self.postpone([part], error, f"applying {part.name}")

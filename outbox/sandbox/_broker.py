@@ -67,13 +67,7 @@ class Broker:
     """
 
     def __init__(
-        self,
-        node: Node,
-        directory: Path,
-        *,
-        runtime: Callable[[], Runtime],
-        heap: str,
-        temporary: Path | None,
+        self, node: Node, directory: Path, *, runtime: Callable[[], Runtime], heap: str, temporary: Path | None
     ) -> None:
         self.node = node
         self.directory = directory

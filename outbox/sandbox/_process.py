@@ -77,7 +77,8 @@ class Supervised:
             start_new_session=True,
         )
         _supervisors.add(self._supervisor)
-        self._exit_code: int | None = None
+        self.exit_code: int | None = None
+        """The exit status, once ``wait`` has returned True; negative for a signal."""
         self._collecting = threading.Lock()
         message = self._read()
         if "pid" not in message:
@@ -95,11 +96,6 @@ class Supervised:
             return False
         return self._child is not None and alive(self._child)
 
-    @property
-    def exit_code(self) -> int | None:
-        """The exit status, once ``wait`` has returned True; negative for a signal."""
-        return self._exit_code
-
     def signal(self, number: int) -> None:
         """Send a signal; nothing happens if the process is gone."""
         if self._child is not None and self._supervisor.poll() is None:
@@ -113,8 +109,8 @@ class Supervised:
             return False
         # Several threads may see its end at once.
         with self._collecting:
-            if self._exit_code is None:
-                self._exit_code = int(self._read().get("exit", -signal.SIGKILL))
+            if self.exit_code is None:
+                self.exit_code = int(self._read().get("exit", -signal.SIGKILL))
                 _close_pipes(self._supervisor)
         return True
 

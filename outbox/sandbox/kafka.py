@@ -60,8 +60,9 @@ class KafkaCluster:
         if brokers not in {None, 1, 3}:
             raise ServiceError(f"brokers must be 1 or 3, not {brokers}")
         self._wanted_version = version
-        self._version = version or os.environ.get("OUTBOX_KAFKA_VERSION") or DEFAULT
-        jars_of(self._version)  # raises ServiceError if it is not one of ours
+        self.version = version or os.environ.get("OUTBOX_KAFKA_VERSION") or DEFAULT
+        """The version of Kafka; before the first start, the one that a new cluster gets."""
+        jars_of(self.version)  # raises ServiceError if it is not one of ours
         self._temporary = data_dir is None
         if data_dir is None:
             data_dir = temporary_directory("kafka", unprivileged_user())
@@ -88,11 +89,6 @@ class KafkaCluster:
     def brokers(self) -> int:
         """The number of brokers in the cluster, running or not; 0 before the first start."""
         return len(self._brokers)
-
-    @property
-    def version(self) -> str:
-        """The version of Kafka; before the first start, the one that a new cluster gets."""
-        return self._version
 
     @property
     def running(self) -> bool:
@@ -162,7 +158,7 @@ class KafkaCluster:
                 f"the Kafka in {self.data_dir} is {version}, not {self._wanted_version}; request {version}, or remove "
                 "the directory"
             )
-        self._version = version
+        self.version = version
         self._make(cluster_id, nodes)
         for broker in self._brokers:
             broker.adopt()
@@ -241,8 +237,8 @@ class KafkaCluster:
             # Before anything else, so that the next start resumes an interrupted one.
             make_directory(self.data_dir, unprivileged_user())
             record = {"cluster_id": cluster_id, "nodes": [asdict(node) for node in nodes]}
-            if self._version != DEFAULT:
-                record["kafka_version"] = self._version
+            if self.version != DEFAULT:
+                record["kafka_version"] = self.version
             self._record.write_text(json.dumps(record))
         self._make(cluster_id, nodes)
 
@@ -268,7 +264,7 @@ class KafkaCluster:
 
     def _runtime(self) -> Runtime:
         if self._found_runtime is None:
-            program, found, user = java(), jars.fetch(jars_of(self._version)), self._account()
+            program, found, user = java(), jars.fetch(jars_of(self.version)), self._account()
             if user is not None:
                 found = jars.readable(found, user)
             self._found_runtime = program, os.pathsep.join(str(jar) for jar in found), user

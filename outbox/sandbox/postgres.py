@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from outbox.sandbox import _postmaster
 from outbox.sandbox._dirs import blocking_directory, hand_over, make_directory, temporary_directory, unprivileged_user
 from outbox.sandbox._pgbin import binaries, major_version
 from outbox.sandbox._ports import free_ports
-from outbox.sandbox._process import Detached, Supervised, completed, kill_with_children, patience
+from outbox.sandbox._process import Detached, Supervised, completed, kill_with_children, wait_for
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 
 USER: Final = "postgres"
@@ -288,14 +287,16 @@ class PostgresServer:
 
     def _wait_until_ready(self, port: int) -> None:
         """Wait until our postmaster, and no other server, answers on this port."""
-        assert self._process is not None
-        deadline = time.monotonic() + _START_TIMEOUT * patience()
-        while not self._answers(port):
-            if not self._process.running:
+
+        def answers() -> bool:
+            if self._answers(port):
+                return True
+            if not self.running:
                 raise StartFailed("Postgres ended while starting", self.log)
-            if time.monotonic() > deadline:
-                raise StartFailed(f"Postgres was not ready within {_START_TIMEOUT:g} s", self.log)
-            time.sleep(0.02)
+            return False
+
+        if not wait_for(answers, _START_TIMEOUT):
+            raise StartFailed(f"Postgres was not ready within {_START_TIMEOUT:g} s", self.log)
 
     def _answers(self, port: int) -> bool:
         assert self._process is not None

@@ -18,10 +18,4 @@ from outbox.testing._recorded import (
     recorded_events_async,
 )
 
-__all__ = [
-    "ScheduledEvent",
-    "committed_events",
-    "committed_events_async",
-    "recorded_events",
-    "recorded_events_async",
-]
+__all__ = ["ScheduledEvent", "committed_events", "committed_events_async", "recorded_events", "recorded_events_async"]

@@ -274,8 +274,8 @@ def _read(
     from confluent_kafka import KafkaError, KafkaException
 
     # Reported by librdkafka while it reconnects by itself.
-    eof = KafkaError._PARTITION_EOF  # noqa: SLF001 - documented names, in spite of the underscore
-    transient = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT}  # noqa: SLF001
+    eof = KafkaError._PARTITION_EOF
+    transient = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT}
     unread = set(partitions)
     found: list[Message] = []
     last_error: KafkaError | None = None

@@ -62,13 +62,4 @@ except ModuleNotFoundError as missing:
         raise
     raise MissingExtra("kafka", "confluent_kafka") from missing
 
-__all__ = [
-    "DEAD_LETTER",
-    "PLACE",
-    "InputLost",
-    "KafkaRefused",
-    "Record",
-    "Transform",
-    "TransformFailed",
-    "Transformer",
-]
+__all__ = ["DEAD_LETTER", "PLACE", "InputLost", "KafkaRefused", "Record", "Transform", "TransformFailed", "Transformer"]

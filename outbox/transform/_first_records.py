@@ -12,7 +12,7 @@ from confluent_kafka import KafkaError, KafkaException
 from outbox._clients.first_messages import FirstMessages
 from outbox.transform.records import Record
 
-_INCONSISTENT: Final = KafkaError._INCONSISTENT  # noqa: SLF001  a documented name, in spite of the underscore
+_INCONSISTENT: Final = KafkaError._INCONSISTENT
 
 
 class NotAcknowledged(KafkaException):

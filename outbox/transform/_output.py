@@ -13,27 +13,27 @@ from outbox.consumer.messages import NOT_UTF8, UndecodableHeaders
 from outbox.transform._first_records import FirstRecords
 from outbox.transform._plan import Plan, Progress
 from outbox.transform._positions import place_of
-from outbox.transform._refusals import TOO_LARGE, UNFIT, is_final, refused
+from outbox.transform._refusals import TOO_LARGE, Undelivered, failure
 from outbox.transform._topics import output_partitions
 from outbox.transform.errors import TransformFailed
 from outbox.transform.records import Record, dead_letter
 
 _POLL_SECONDS: Final = 0.1
 _PURGE_SECONDS: Final = 5.0
-_PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})  # noqa: SLF001
+_PURGED: Final = frozenset({KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT})
 
 
 class Output:
     """Produces what messages become; one ``producer`` at a time, which the session begins and commits.
 
-    ``undelivered``: the records of the transaction that were not delivered, with their messages and the reasons.
+    ``undelivered``: the records of the transaction that were not delivered.
     """
 
     def __init__(self, plan: Plan, progress: Progress, clients: MemberClients) -> None:
         self._plan = plan
         self._progress = progress
         self._clients = clients
-        self.undelivered: list[tuple[Message, Record, KafkaError]] = []
+        self.undelivered: list[Undelivered] = []
         self._make()
 
     def _make(self, **more: int) -> None:
@@ -95,8 +95,9 @@ class Output:
         for record in records:
             self._send(message, record)
 
-    def cut(self, message: Message, record: Record, reason: KafkaError) -> bool:
-        """Return whether a record was a copy for the dead-letter topic that can be made smaller, and will be."""
+    def cut(self, undelivered: Undelivered) -> bool:
+        """Make a copy for the dead-letter topic smaller the next time, if its size is the reason; return whether."""
+        message, record, reason = undelivered
         place, known = place_of(message), self._progress.too_large
         if record.topic != self._plan.dead_letter_topic or reason.code() not in TOO_LARGE or place in known:
             return False
@@ -115,13 +116,12 @@ class Output:
             except (TypeError, ValueError) as error:
                 raise TransformFailed(message, error) from error
             except KafkaException as error:
-                reason = error.args[0]
-                if is_final(reason):
-                    raise refused(self._plan.group, message, record, reason) from error
-                if reason.code() not in UNFIT:
+                undelivered = Undelivered(message, record, error.args[0])
+                failed = failure(self._plan.group, undelivered)
+                if failed is None:
                     raise
-                if not self.cut(message, record, reason):
-                    raise TransformFailed(message, error) from error
+                if not self.cut(undelivered):
+                    raise failed from error
                 self.produce(message)
                 return
             else:
@@ -138,7 +138,7 @@ class Output:
                     firsts.arrived(record.topic, cold, sent.partition() or 0)
             # What is purged was aborted with another one, whose error is the reason.
             elif error.code() not in _PURGED:
-                self.undelivered.append((message, record, error))
+                self.undelivered.append(Undelivered(message, record, error))
 
         more: dict[str, Any] = {} if partition is None else {"partition": partition}
         self.producer.produce(

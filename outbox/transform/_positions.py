@@ -1,4 +1,4 @@
-"""Positions in partitions, and those behind messages."""
+"""Positions in partitions, and those after messages."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _answer(consumer: Consumer, partitions: list[TopicPartition]) -> list[TopicP
         return answered(consumer.committed(partitions, SECONDS))
     except KafkaException as error:
         inner: KafkaError = error.args[0]
-        if inner.code() != KafkaError._TIMED_OUT:  # noqa: SLF001
+        if inner.code() != KafkaError._TIMED_OUT:
             raise
         raise KafkaException(KafkaError(inner.code(), f"{inner.str()}; {_LASTING}")) from error
 
@@ -122,7 +122,7 @@ def place_of(message: Message) -> tuple[Partition, int]:
     return partition_of(message), message.offset() or 0
 
 
-def behind(
+def positions_after(
     messages: Sequence[Message], committed: Mapping[Partition, TopicPartition]
 ) -> dict[Partition, TopicPartition]:
     """Return the position after the last of these messages, by partition, with its leader's epoch and the metadata."""
@@ -193,7 +193,7 @@ def require_whole(
 def _is_away(error: KafkaError) -> bool:
     """Return whether a partition's leader is missing, or does not answer."""
     # The last is librdkafka's answer if none of the partitions has a leader.
-    return error.code() in {KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TIMED_OUT, KafkaError._UNKNOWN_PARTITION}  # noqa: SLF001
+    return error.code() in {KafkaError.LEADER_NOT_AVAILABLE, KafkaError._TIMED_OUT, KafkaError._UNKNOWN_PARTITION}
 
 
 def beginnings(

@@ -26,16 +26,16 @@ from outbox.transform._plan import SECONDS, Plan, Progress, logger
 from outbox.transform._positions import (
     answered,
     beginnings,
-    behind,
     committed,
     has_leader,
     moved,
     partition_of,
     place_of,
+    positions_after,
     require_same_topics,
     require_whole,
 )
-from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, UNFIT, is_final, is_late, refused
+from outbox.transform._refusals import OF_A_BATCH, TOO_LARGE, Undelivered, failure
 from outbox.transform._topics import MISSING, require_topics
 from outbox.transform.errors import InputLost, TransformFailed, is_refused
 
@@ -47,7 +47,7 @@ _END_SECONDS: Final = 2.0
 _LEADER_SECONDS: Final = 3.0
 _SILENT_SECONDS: Final = 60.0
 # What produce() says once the transaction has failed: it is to be aborted.
-_TAKES_NO_MORE: Final = KafkaError._STATE  # noqa: SLF001
+_TAKES_NO_MORE: Final = KafkaError._STATE
 
 
 class Session:
@@ -136,10 +136,10 @@ class Session:
     def _judge(self, error: KafkaError, message: Message) -> None:
         """Note the end of a partition. Raise for an error that does not pass by itself."""
         code = error.code()
-        if code == KafkaError._PARTITION_EOF:  # noqa: SLF001
+        if code == KafkaError._PARTITION_EOF:
             self._clients.worked()
             self._ends[partition_of(message)] = message.offset() or 0
-        elif code == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
+        elif code == KafkaError._AUTO_OFFSET_RESET:
             raise InputLost(
                 f"group {self._plan.group!r}: {error.str()}; the messages at its position are gone. Nothing was "
                 "skipped: see where the log begins, and set the group's offsets by hand"
@@ -219,7 +219,7 @@ class Session:
     def _write(self) -> None:
         messages, self._messages = self._messages, []
         self._check({*map(partition_of, messages), *self._ends} & self._unchecked)
-        positions = behind(messages, self._committed)
+        positions = positions_after(messages, self._committed)
         positions |= self._passed_markers(positions)
         if not positions:
             return
@@ -234,7 +234,7 @@ class Session:
             self._await_refusals()
             clean = self._until_known(self._commit, self._clean_seconds) and once
         except KafkaException as error:
-            self._give_up(messages, error, time.monotonic() - began)
+            self._recover(messages, error, time.monotonic() - began)
         except BaseException:
             self._abort()
             raise
@@ -303,60 +303,59 @@ class Session:
         until = time.monotonic() + _REFUSAL_SECONDS
         while self._output.flush() and not self._output.undelivered and time.monotonic() < until:
             pass
-        for *_, reason in self._output.undelivered:
-            if reason.code() in UNFIT or is_final(reason):
+        for one in self._output.undelivered:
+            if failure(self._plan.group, one) is not None:
                 # Neither fatal nor retriable: it requires an abort.
-                raise KafkaException(KafkaError(reason.code(), reason.str(), False, False, True))
+                raise KafkaException(KafkaError(one.reason.code(), one.reason.str(), False, False, True))
 
-    def _give_up(self, messages: Sequence[Message], error: KafkaException, seconds: float) -> None:
-        """Abort the transaction and go back, or raise: because of a record, of a right, or for a new session."""
+    def _recover(self, messages: Sequence[Message], error: KafkaException, seconds: float) -> None:
+        """Abort the transaction, and go back to what is committed.
+
+        Raises TransformFailed or KafkaRefused because of a record, and the error itself where a right is missing, or
+        only a new session goes on.
+        """
         inner = error.args[0]
         if self._stuck:
             raise error
         if not inner.fatal():
             self._abort()
-        if self._output.undelivered:
-            if not inner.fatal() and self._sends_apart(error):
-                self._go_back()
-                return
+        undelivered = self._output.undelivered
+        refused = [one for one in undelivered if one.reason.code() in OF_A_BATCH]
+        if refused and not inner.fatal():
+            self._send_apart(refused, error)
+        else:
             # The first ones may have failed because of another one.
-            for message, record, reason in self._output.undelivered:
-                if reason.code() in UNFIT:
-                    raise TransformFailed(message, KafkaException(reason)) from error
-                if is_final(reason):
-                    raise refused(self._plan.group, message, record, reason) from error
-        # What has waited for a partition that is away has not taken long by itself.
-        away = isinstance(error, NotAcknowledged) or any(is_late(reason) for *_, reason in self._output.undelivered)
-        if seconds >= self._plan.transaction_seconds and not away:
-            self._halve(messages, seconds)
-        if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
-            raise error
-        logger.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
-        self._progress.watch.failed({partition_of(message) for message in messages}, inner.str())
-        pause(self._stop, self._aborted)
-        self._aborted += 1
+            for one in undelivered:
+                if (failed := failure(self._plan.group, one)) is not None:
+                    raise failed from error
+            # What has waited for a partition without a leader, or with a silent one, has not taken long by itself.
+            codes = {one.reason.code() for one in undelivered}
+            away = isinstance(error, NotAcknowledged) or KafkaError._MSG_TIMED_OUT in codes
+            if seconds >= self._plan.transaction_seconds and not away:
+                self._halve(messages, seconds)
+            if inner.fatal() or not inner.txn_requires_abort() or is_refused(inner):
+                raise error
+            logger.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
+            self._progress.watch.failed({partition_of(message) for message in messages}, inner.str())
+            pause(self._stop, self._aborted)
+            self._aborted += 1
         self._replace_producer()
         # It may still be a member: the next poll shows.
         self._go_back()
 
-    def _sends_apart(self, error: KafkaException) -> bool:
-        """Return whether a batch was refused: the next time each record is one by itself.
+    def _send_apart(self, refused: Sequence[Undelivered], error: KafkaException) -> None:
+        """Let each record be a batch by itself from now on, as a broker has refused a batch.
 
-        Raises TransformFailed for a record that was, unless it is cut.
+        Raises TransformFailed for a record that was one by itself already, unless it is cut.
         """
-        failed = [one for one in self._output.undelivered if one[2].code() in OF_A_BATCH]
-        if not failed:
-            return False
         if self._apart_until is not None:
-            for message, record, reason in failed:
-                if not self._output.cut(message, record, reason):
-                    large = f"make it smaller, or raise max.message.bytes of {record.topic}"
-                    mend = large if reason.code() in TOO_LARGE else "fix it"
-                    raise TransformFailed(message, KafkaException(reason), mend) from error
+            for one in refused:
+                if not self._output.cut(one):
+                    large = f"make it smaller, or raise max.message.bytes of {one.record.topic}"
+                    mend = large if one.reason.code() in TOO_LARGE else "fix it"
+                    raise TransformFailed(one.message, KafkaException(one.reason), mend) from error
         self._apart_until = time.monotonic() + _APART_SECONDS
-        logger.info("group %s: the records of a batch go on apart: %s", self._plan.group, failed[0][2].str())
-        self._replace_producer()
-        return True
+        logger.info("group %s: the records of a batch go on apart: %s", self._plan.group, refused[0].reason.str())
 
     def _replace_producer(self) -> None:
         """Go on with a new producer, whose epoch fences the former.
@@ -390,7 +389,7 @@ class Session:
         except TimeoutError:
             self._stuck = True
             text = f"send_offsets_to_transaction has not returned in {self._plan.transaction_seconds:g} s"
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text)) from None  # noqa: SLF001
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text)) from None
 
     def _until_known(self, step: Callable[[], object], seconds: float = math.inf) -> bool:
         """Repeat a step of the transaction until Kafka says how it ended, as a time-out does not.

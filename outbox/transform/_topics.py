@@ -13,8 +13,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.transform._plan import MISSING_TOPIC_SECONDS, SECONDS, Plan, logger
 from outbox.transform.errors import KafkaRefused
 
-MISSING: Final = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})  # noqa: SLF001
-"""Documented names, in spite of the underscore."""
+MISSING: Final = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
 _ABSENT: Final = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
 _HIDDEN: Final = "does not exist, or the client may not DESCRIBE it; create it, or grant that"
 

@@ -14,7 +14,7 @@ _REFUSALS: Final = frozenset(
     {
         KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
         KafkaError.INVALID_TRANSACTION_TIMEOUT,
-        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001  a documented name, in spite of the underscore
+        KafkaError._UNKNOWN_TOPIC,
     }
 )
 

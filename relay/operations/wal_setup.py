@@ -30,7 +30,7 @@ import psycopg
 import structlog
 from psycopg import errors, sql
 
-from outbox._clients.errors import first_line
+from outbox._clients.postgres import first_line
 from outbox.errors import OperationRefused, SchemaError
 from relay.config import SourceKind
 from relay.core.ports import DatabaseUnavailable

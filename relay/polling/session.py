@@ -17,7 +17,7 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import set_json_loads
 
-from outbox._clients.pipeline import pipeline
+from outbox._clients.postgres import pipeline
 from outbox.errors import OutboxError, SchemaError
 from relay.core.lease import Lease
 from relay.core.ports import Batches, Claim, DatabaseUnavailable, LaneLocked, StatementCutShort, UnsettledBatch

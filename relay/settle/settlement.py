@@ -53,7 +53,7 @@ from psycopg import sql
 
 from outbox._clients.clock import uptime
 from outbox._clients.counting import counted
-from outbox._clients.pipeline import pipeline
+from outbox._clients.postgres import pipeline
 from outbox.errors import OutboxError
 from relay.background import Background
 from relay.core.lane import listed

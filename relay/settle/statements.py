@@ -7,7 +7,7 @@ from typing import Any, Final, LiteralString
 
 from psycopg import sql
 
-from outbox._clients.durable import SYNCHRONOUS
+from outbox._clients.postgres import SYNCHRONOUS
 from relay.core.lease import Lease
 
 TABLES: Final = (

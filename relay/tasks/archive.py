@@ -33,7 +33,7 @@ from psycopg import errors, sql
 
 from outbox._clients import blocks
 from outbox._clients.counting import counted
-from outbox._clients.errors import first_line
+from outbox._clients.postgres import first_line
 from outbox.errors import OperationRefused, SchemaError
 from relay.database import unavailable_on_error
 

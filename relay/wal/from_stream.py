@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from psycopg.rows import tuple_row
 
-from outbox._clients.pipeline import pipeline
+from outbox._clients.postgres import pipeline
 from outbox.errors import OutboxError
 from relay.core.ports import Claim, LaneLost, WalPosition
 from relay.database import unavailable_on_error

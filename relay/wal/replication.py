@@ -20,7 +20,7 @@ from psycopg import errors, sql
 from psycopg.pq import ExecStatus
 
 from outbox._clients.credentials import password_for
-from outbox._clients.encoding import UTF8
+from outbox._clients.postgres import UTF8
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.core.ports import DatabaseUnavailable, Unavailable

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
-from outbox._clients.pipeline import pipeline
+from outbox._clients.postgres import pipeline
 from outbox.consumer.postgres_errors import passing
 from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import psycopg
 
-from outbox._clients.pipeline import pipeline
+from outbox._clients.postgres import pipeline
 from outbox.consumer import connections
 from outbox.consumer.errors import OffsetMoved
 from outbox.consumer.groups import GroupRows

@@ -115,10 +115,10 @@ class Side(Protocol):
 class BetweenApplier(AtMostOnceApplier):
     between: Callable[[], object]
 
-    def _attempt(self, part: Any, strikes: Any, step: Any, wait: Any) -> Any:
+    def _attempt(self, part: Any, strikes: Any, step: Any) -> Any:
         if step.__name__ == "apply":
             self.between()
-        return super()._attempt(part, strikes, step, wait)
+        return super()._attempt(part, strikes, step)
 
 
 class OnInbox:
@@ -184,9 +184,7 @@ class OnInbox:
         for message in batch:
             part.add(message)
         try:
-            self.applier._attempt(
-                part, part.strikes, lambda connection: self._count(connection, part, batch), self.applier._apply_later
-            )
+            self.applier._attempt(part, part.strikes, lambda connection: self._count(connection, part, batch))
         except MessageFailed as failed:
             part.position = before
             part.queue.clear()

@@ -17,7 +17,7 @@ from typing import Any
 
 from outbox._app import migrate
 from outbox.external.caller import Caller
-from outbox.transform._positions import behind
+from outbox.transform._positions import positions_after
 from outbox.transform._session import Session
 from relay.cli import main
 from relay.core.loop import WorkerLoop
@@ -118,7 +118,9 @@ def positions_first() -> None:
     real = Session._write
 
     def write(self: Any) -> None:
-        self._consumer.commit(offsets=list(behind(self._messages, self._committed).values()), asynchronous=False)
+        self._consumer.commit(
+            offsets=list(positions_after(self._messages, self._committed).values()), asynchronous=False
+        )
         # As long as a transform may take.
         time.sleep(0.2)
         real(self)

@@ -227,6 +227,10 @@ def look(
         # A group may have been taken over, or forgotten, between the two reads.
         parts = counts.partitions.get(group.group, ())
         known = [one for one in group.positions if one.lag is not None]
+        figures: dict[str, Any] = {
+            name: None if (of_groups := getattr(counts, name)) is None else of_groups.get(group.group, 0)
+            for name in ("dead_letters", "retrying", "stuck", "overdue_seconds", "losses")
+        }
         found.append(
             GroupState(
                 group=group.group,
@@ -239,22 +243,14 @@ def look(
                 applied=sum(row["applied"] for row in parts),
                 duplicates=sum(row["duplicates"] for row in parts),
                 dead=sum(row["dead"] for row in parts),
-                dead_letters=_of(counts.dead_letters, group),
-                retrying=_of(counts.retrying, group),
-                stuck=_of(counts.stuck, group),
-                overdue_seconds=_of(counts.overdue_seconds, group),
+                **figures,
                 last_progress_at=max((row["updated_at"] for row in parts), default=None),
                 standing=None if away else standing.get(group.group, ()),
                 moving=any(row["updated_at"] > now - STANDING for row in parts),
-                losses=_of(counts.losses, group),
                 troubles=[f"{one.topic}-{one.part}: {one.trouble}" for one in group.positions if one.trouble],
             )
         )
     return found, away, counts.hidden
-
-
-def _of(counts: Mapping[str, _Figure] | None, group: Group) -> _Figure | None:
-    return None if counts is None else counts.get(group.group, 0)
 
 
 def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaAdmin) -> dict[str, list[StandingPartition]]:

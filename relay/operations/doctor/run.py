@@ -10,7 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 from psycopg import errors
 
 from outbox._clients.checks import Check, Finding, Level, failure, warning
-from outbox._clients.errors import causes, first_line
+from outbox._clients.postgres import causes, first_line
 from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
 from relay.kafka.client import text_of

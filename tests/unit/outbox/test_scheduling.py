@@ -27,7 +27,7 @@ def added(delay: Any, *, unique_keys: bool) -> Step:
 STEPS = {
     "add": lambda delay: added(delay, unique_keys=False),
     "add with unique keys": lambda delay: added(delay, unique_keys=True),
-    "reschedule": lambda delay: Outbox()._writer.reschedule_step(EVENT_ID, delay),
+    "reschedule": lambda _: next(Outbox()._writer.reschedule(EVENT_ID, None, DELAY)),
 }
 
 

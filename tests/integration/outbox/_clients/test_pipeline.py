@@ -8,7 +8,7 @@ import select
 import psycopg
 import pytest
 
-from outbox._clients.pipeline import pipeline
+from outbox._clients.postgres import pipeline
 from outbox.testing.fixtures import Database
 
 

@@ -37,7 +37,9 @@ def insert(connection: psycopg.Connection[Any], kind: str, count: int, key: str,
 
 
 def statement(query: LiteralString) -> sql.Composed:
-    return statements.statement("consumer", query, front=statements.statement("consumer", reservations._FRONT))
+    parts = {"front": reservations._FRONT, "earlier": reservations._EARLIER}
+    composed = {name: statements.statement("consumer", part) for name, part in parts.items()}
+    return statements.statement("consumer", query, **composed)
 
 
 def explain(connection: psycopg.Connection[Any], query: str, **values: Any) -> tuple[int, dict[str, int]]:

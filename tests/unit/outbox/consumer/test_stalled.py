@@ -14,13 +14,13 @@ def test_a_member_without_an_assignment_is_not_ready():
     assert "max.poll.interval.ms" in str(one)
     # Time goes on.
     watch.unassigned(["orders"])
-    watch.not_joined("the group is full")
+    watch.failed([None], "the group is full")
     [later] = watch.stalled(0.0)
     assert (later.since, later.why) == (one.since, "the group is full")
     assert watch.stalled(3600.0) == []
     # Of several members some get none.
     watch.assigned([])
-    watch.not_joined("a broker is away")
+    watch.failed([None], "a broker is away")
     assert watch.stalled(0.0) == []
 
 

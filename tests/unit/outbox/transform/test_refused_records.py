@@ -14,6 +14,7 @@ from outbox.transform import KafkaRefused, Record, Transformer, TransformFailed,
 from outbox.transform._first_records import NotAcknowledged
 from outbox.transform._output import Output
 from outbox.transform._plan import Progress
+from outbox.transform._refusals import Undelivered
 from outbox.transform._session import Session
 
 MESSAGE = cast(
@@ -46,9 +47,9 @@ def raising(error: Exception) -> Callable[..., None]:
 def test_the_topic_and_the_message_of_a_record_that_is_refused_are_named(session, monkeypatch, code):
     said = r"group 'g' can't produce to out \(from in-3 offset 7\): .*; create the topic, or grant WRITE and DESCRIBE"
     record, error = Record("out", b"k", b""), KafkaError(code)
-    session._output.undelivered.append((MESSAGE, record, error))
+    session._output.undelivered.append(Undelivered(MESSAGE, record, error))
     with pytest.raises(KafkaRefused, match=said):
-        session._give_up([MESSAGE], KafkaException(error), 0.0)
+        session._recover([MESSAGE], KafkaException(error), 0.0)
     # What is known of the topic by then is the answer to the next one at once.
     monkeypatch.setattr(session._output, "_send_once", raising(KafkaException(error)))
     with pytest.raises(KafkaRefused, match=said):
@@ -61,13 +62,14 @@ def test_a_name_that_is_longer_than_librdkafka_takes_is_the_records_fault(sessio
 
 
 def test_a_partition_of_the_output_that_is_away_makes_no_batch_smaller(session, caplog):
-    session._give_up([MESSAGE] * 10, NotAcknowledged(), 30.0)
+    session._recover([MESSAGE] * 10, NotAcknowledged(), 30.0)
     # Where no other record waits for it, it is the commit that fails.
     timed_out = KafkaException(KafkaError(KafkaError._INCONSISTENT, "", False, False, True))
-    session._output.undelivered.append((MESSAGE, Record("out", b"k", b""), KafkaError(KafkaError._MSG_TIMED_OUT)))
-    session._give_up([MESSAGE] * 10, timed_out, 31.0)
+    late = KafkaError(KafkaError._MSG_TIMED_OUT)
+    session._output.undelivered.append(Undelivered(MESSAGE, Record("out", b"k", b""), late))
+    session._recover([MESSAGE] * 10, timed_out, 31.0)
     session._output.undelivered.clear()
     assert session._progress.batch == 10
     assert "longer than transaction_seconds" not in caplog.text
-    session._give_up([MESSAGE] * 10, KafkaException(KafkaError(KafkaError._FAIL, "", False, False, True)), 30.0)
+    session._recover([MESSAGE] * 10, KafkaException(KafkaError(KafkaError._FAIL, "", False, False, True)), 30.0)
     assert session._progress.batch == 5
