@@ -395,7 +395,8 @@ class Supervisor:
         Returns whether we take none now.
         """
         now = time.monotonic()
-        since = self._worker.loop.failing_since
+        loop = self._worker.loop
+        since = loop.failing_since
         others = len(distribution.held.keys() - {self._components.instance})
         if self._away and not others:
             log.info("no other relay is alive; this one takes lanes again")
@@ -405,7 +406,7 @@ class Supervisor:
             return True
         # It has been patient before.
         patience = 0.0 if now < self._early_until else max(2 * self._components.lease_seconds, 10.0)
-        if self._components.all_lanes and self._worker.loop.lanes.has_unsettled and self._worker.loop.has_session:
+        if self._components.all_lanes and loop.lanes.has_unsettled and loop.without_session_since is None:
             # The stream is read for all lanes or for none, and what some have published must be settled first.
             since = None
         if since is not None and others and now - since >= patience and self._held.leases and not self._away:

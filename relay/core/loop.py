@@ -116,8 +116,10 @@ class WorkerLoop:
         """When the current series of failures to publish began, by time.monotonic(); None after a success, and while
         what is published can't be settled.
         """
-        self.has_session = True
-        """Whether the last failure was in a session of the database: without one, nothing can be settled."""
+        self.without_session_since: float | None = None
+        """Since when no session of the database can be had, by time.monotonic(): without one, nothing can be settled.
+        None with a session.
+        """
         self.turned_at = time.monotonic()
         """When the last turn ended, or an idle loop last checked, by time.monotonic()."""
         self.has_succeeded = False
@@ -285,8 +287,8 @@ class WorkerLoop:
         try:
             self._settle_again(self._open_source())
         except (Unavailable, SchemaError):
-            since = self.failing_since
-            if self._source is None and since is not None and time.monotonic() - since >= _SESSION_SECONDS:
+            since = self.without_session_since
+            if since is not None and time.monotonic() - since >= _SESSION_SECONDS:
                 given_up = self._held.recalled
             if not given_up:
                 raise
@@ -296,6 +298,7 @@ class WorkerLoop:
     def _open_source(self) -> Source:
         if self._source is None:
             source = self._source = self._new_source()
+            self.without_session_since = None
             for lane in self.lanes.values():
                 source.hold(lane.lease)
         return self._source
@@ -439,9 +442,11 @@ class WorkerLoop:
     # Failures
 
     def _back_off(self, error: Exception) -> None:
-        self.has_session = self._source is not None
+        has_session = self._source is not None
+        if not has_session and self.without_session_since is None:
+            self.without_session_since = time.monotonic()
         self._close()
-        if self.has_session and self.lanes.has_unsettled and not isinstance(error, BrokerUnavailable):
+        if has_session and self.lanes.has_unsettled and not isinstance(error, BrokerUnavailable):
             # Kafka can be reached. Another relay would send again what can't be settled.
             self.failing_since = None
         elif self.failing_since is None:

@@ -200,7 +200,7 @@ def test_lanes_of_the_stream_are_left_together_when_all_they_published_is_settle
 def test_lanes_of_the_stream_are_left_when_no_session_can_be_had_to_settle_them(supervisor) -> None:
     supervisor._components = replace(supervisor._components, all_lanes=lambda _leases: None)
     loop = supervisor._worker.loop
-    loop.failing_since, loop.has_session = time.monotonic() - 1000.0, False
+    loop.failing_since = loop.without_session_since = time.monotonic() - 1000.0
     loop.lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(number=1))
     supervisor._balance(Table({"me": LANES, "other": 0}))
     assert len(supervisor._held.recalled) == LANES
