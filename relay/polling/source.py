@@ -245,7 +245,7 @@ class PollingSource(Source):
         self.session.free()
         plan = self.reader.plan_turn(limits, self._unsettled())
         if self._latest_settling(limits) is Settling.MEANWHILE:
-            plan.checked = self.settlement.settled_before(limits)
+            plan.checked = self.settlement.with_version(limits)
         return plan
 
     def _latest_settling(self, lanes: Collection[int]) -> Settling:

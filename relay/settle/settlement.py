@@ -289,8 +289,8 @@ class Settlement:
                 self._running = self._start(moved, missing)
         return missing
 
-    def settled_before(self, lanes: Collection[int]) -> Collection[int]:
-        """Return those of these lanes that were settled in this session: they are checked by their rows' versions."""
+    def with_version(self, lanes: Collection[int]) -> Collection[int]:
+        """Return those of these lanes whose rows' versions are known, by which they can be checked."""
         return [lane for lane in lanes if self.lanes[lane].version is not None]
 
     def send_check(self, lanes: Collection[int]) -> Check:

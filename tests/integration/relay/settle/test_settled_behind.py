@@ -254,7 +254,7 @@ def test_leases_are_checked_behind_the_read_in_its_round_trip(box, monkeypatch):
     for _ in range(2):
         box.add(0, 1)
         box.turn()
-    assert box.source.settlement.settled_before([0, 1]) == [0, 1]
+    assert box.source.settlement.with_version([0, 1]) == [0, 1]
     monkeypatch.setattr(settlement, "pipeline", lambda _: pytest.fail("a round trip of its own"))
     box.add(0, 1)
     with psycopg.connect(box.database.url) as other, ThreadPoolExecutor(1) as pool:
