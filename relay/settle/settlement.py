@@ -296,7 +296,7 @@ class Settlement:
     def send_check(self, lanes: Collection[int]) -> Check:
         """Check leases after what is read, in the caller's pipeline; ``find_lost`` takes the result."""
         written = self._connection.execute(_WRITTEN)
-        return Check(written, self._connection.execute(*self.still_held(lanes)), lanes)
+        return Check(written, self._connection.execute(*self.still_held_query(lanes)), lanes)
 
     def find_lost(self, lanes: Collection[int], check: Check | None = None) -> dict[int, OutboxError] | None:
         """Return LaneLost for each lane that another relay has taken, by a check that runs after the read.
@@ -320,7 +320,7 @@ class Settlement:
             ((flushed,),) = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchall()
         return self.lost_of(lanes, check.held.fetchall())
 
-    def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
+    def still_held_query(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
         """Return a query, by last known row versions, for the lanes that are still ours, and its parameters."""
         held = [self.lanes[lane] for lane in lanes]
         values = {**lease_values([lane.lease for lane in held]), "versions": _versions(held)}
@@ -328,14 +328,14 @@ class Settlement:
         return statements.still_held_by_version if known else statements.still_held, values
 
     def lost_of(self, lanes: Collection[int], found: Sequence[Any]) -> dict[int, OutboxError]:
-        """Return the lanes that another relay has taken, by the result of ``still_held``."""
+        """Return the lanes that another relay has taken, by the result of ``still_held_query``."""
         held = {row[0] for row in found}
         missing = [lane for lane in lanes if lane not in held]
         if any(self.lanes[lane].version is not None for lane in missing):
             # The row has moved, for example because the control loop has renewed the lease.
             for lane in missing:
                 self.lanes[lane].version = None
-            held |= {row[0] for row in self._connection.execute(*self.still_held(missing)).fetchall()}
+            held |= {row[0] for row in self._connection.execute(*self.still_held_query(missing)).fetchall()}
         return {lane: self.lost(lane) for lane in missing if lane not in held}
 
     def lost(self, lane: int) -> LaneLost:

@@ -213,7 +213,7 @@ class StreamReader:
             if reads:
                 self._send(announced)
             if checked:
-                checking.execute(*self._settlement.still_held(checked))
+                checking.execute(*self._settlement.still_held_query(checked))
         found = ahead.rows if ahead is not None else self._rows.fetchall() if reads else []
         failed: dict[int, OutboxError] = {}
         if checked:

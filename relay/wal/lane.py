@@ -180,5 +180,5 @@ class StreamLanes(dict[int, StreamLane]):
         """Return which of these lanes another relay has taken."""
         settlement = self.table.settlement
         with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
-            held = self.table.connection.execute(*settlement.still_held(numbers)).fetchall()
+            held = self.table.connection.execute(*settlement.still_held_query(numbers)).fetchall()
             return settlement.lost_of(numbers, held)

@@ -322,11 +322,11 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
         # The pages of all versions, and of one.
         assert lanes_blocks(settlement.statements.settle) > 30
         assert lanes_blocks(settlement.statements.settle_by_version) <= 16
-        assert lanes_blocks(*settlement.still_held(range(4))) <= 4
+        assert lanes_blocks(*settlement.still_held_query(range(4))) <= 4
         # Whatever others write meanwhile: it is found again, and no lease or number is lost.
         admin.execute("UPDATE outbox.lanes SET streaming = NOT streaming")
         with outbox_postgres.connect() as look:
-            found = look.execute(*settlement.still_held(range(4))).fetchall()
+            found = look.execute(*settlement.still_held_query(range(4))).fetchall()
         assert found == []
         assert settlement.lost_of(range(4), found) == {}
         turns(1002, 1)
