@@ -50,7 +50,7 @@ class RowTakeover:
         self._identity = Identity(*rows[0][1:]) if rows else None
         held = {row[0] for row in rows}
         lost: dict[int, OutboxError] = {
-            lease.lane: self._settlement.lost(lease.lane) for lease in leases if lease.lane not in held
+            lease.lane: self._settlement.lane_lost(lease.lane) for lease in leases if lease.lane not in held
         }
         return self._identity, lost
 
@@ -117,7 +117,7 @@ class RowTakeover:
                 raise LaneLocked(lane) from error
             if held is None:
                 held_lane.unsettled = NOTHING
-                raise self._settlement.lost(lane)
+                raise self._settlement.lane_lost(lane)
             last_batch, *identity, insert_lsn = held
             here = Identity(*identity)
             adopted = resume(lane, last_batch, marker, here)

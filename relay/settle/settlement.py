@@ -318,7 +318,7 @@ class Settlement:
                 return None
             time.sleep(_FLUSH_STEP_SECONDS)
             ((flushed,),) = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchall()
-        return self.lost_of(lanes, check.held.fetchall())
+        return self.lost_lanes(lanes, check.held.fetchall())
 
     def still_held_query(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
         """Return a query, by last known row versions, for the lanes that are still ours, and its parameters."""
@@ -327,7 +327,7 @@ class Settlement:
         known, statements = all(lane.version is not None for lane in held), self.statements
         return statements.still_held_by_version if known else statements.still_held, values
 
-    def lost_of(self, lanes: Collection[int], found: Sequence[Any]) -> dict[int, OutboxError]:
+    def lost_lanes(self, lanes: Collection[int], found: Sequence[Any]) -> dict[int, OutboxError]:
         """Return the lanes that another relay has taken, by the result of ``still_held_query``."""
         held = {row[0] for row in found}
         missing = [lane for lane in lanes if lane not in held]
@@ -336,9 +336,9 @@ class Settlement:
             for lane in missing:
                 self.lanes[lane].version = None
             held |= {row[0] for row in self._connection.execute(*self.still_held_query(missing)).fetchall()}
-        return {lane: self.lost(lane) for lane in missing if lane not in held}
+        return {lane: self.lane_lost(lane) for lane in missing if lane not in held}
 
-    def lost(self, lane: int) -> LaneLost:
+    def lane_lost(self, lane: int) -> LaneLost:
         held = self.lanes[lane]
         text = f"lane {lane}: epoch {held.lease.epoch} of {held.lease.owner} is over, another relay has taken the lane"
         unsettled = len(held.unsettled.rows) if held.unsettled.number is None else 0
@@ -438,7 +438,7 @@ class Settlement:
             return {}
         values = lease_values([self.lanes[lane].lease for lane in lanes])
         rows = self._connection.execute(self.statements.why, values).fetchall()
-        reasons: dict[int, OutboxError] = {lane: self.lost(lane) for lane in lanes}
+        reasons: dict[int, OutboxError] = {lane: self.lane_lost(lane) for lane in lanes}
         for lane, last_batch, named in rows:
             known = self.lanes[lane]
             if known.expected not in {None, last_batch}:

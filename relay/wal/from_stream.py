@@ -217,7 +217,7 @@ class StreamReader:
         found = ahead.rows if ahead is not None else self._rows.fetchall() if reads else []
         failed: dict[int, OutboxError] = {}
         if checked:
-            failed |= self._settlement.lost_of(checked, checking.fetchall())
+            failed |= self._settlement.lost_lanes(checked, checking.fetchall())
         if settled:
             # Not in the pipeline: it would lock the lanes' rows until the Sync, which is another message to the server.
             failpoint("batch.settling")
@@ -257,7 +257,7 @@ class StreamReader:
         kept: list[Claim] = []
         gone: list[WalPosition] = []
         if number_of_lane not in looked.ids:
-            raise self._settlement.lost(number_of_lane)
+            raise self._settlement.lane_lost(number_of_lane)
         for number, event in enumerate(announced):
             row = rows.pop(event.id, None)
             if row is not None:

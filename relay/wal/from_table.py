@@ -55,7 +55,7 @@ class TableReader:
         # Only lanes with events were settled. The stream's reader ends for all lanes if one of them is lost.
         idle = [number for number in limits if number not in failed and number not in batches]
         if idle:
-            failed |= self._lanes.lost_of(idle)
+            failed |= self._lanes.find_lost(idle)
         for number in self._advance([number for number in limits if number not in failed], batches, limits):
             batches.pop(number, None)
         return replace(fetched, batches={number: rows for number, rows in batches.items() if number not in failed})

@@ -162,7 +162,7 @@ class StreamLanes(dict[int, StreamLane]):
         if not left:
             return {}
         numbers = [lane.lease.lane for lane in left]
-        lost = self.lost_of(numbers)
+        lost = self.find_lost(numbers)
         return {number: lost.get(number) or LaneLocked(number) for number in numbers}
 
     def set_state(self, lanes: Sequence[StreamLane], state: Streaming | InTable) -> bool:
@@ -176,9 +176,9 @@ class StreamLanes(dict[int, StreamLane]):
                 lane.state = state
         return len(done) == len(lanes)
 
-    def lost_of(self, numbers: Collection[int]) -> dict[int, OutboxError]:
+    def find_lost(self, numbers: Collection[int]) -> dict[int, OutboxError]:
         """Return which of these lanes another relay has taken."""
         settlement = self.table.settlement
         with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
             held = self.table.connection.execute(*settlement.still_held_query(numbers)).fetchall()
-            return settlement.lost_of(numbers, held)
+            return settlement.lost_lanes(numbers, held)

@@ -298,7 +298,7 @@ class StreamSource(Source):
         for number, lane in zip(numbers, lanes, strict=True):
             state = states.get(number)
             if state is None:
-                failed[number] = self._table.settlement.lost(number)
+                failed[number] = self._table.settlement.lane_lost(number)
                 continue
             streaming, commit_lsn, failures, timeline = state
             lane.state = Streaming(must_leave=failures or lane.must_leave) if streaming else InTable()

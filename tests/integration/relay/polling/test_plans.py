@@ -328,7 +328,7 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
         with outbox_postgres.connect() as look:
             found = look.execute(*settlement.still_held_query(range(4))).fetchall()
         assert found == []
-        assert settlement.lost_of(range(4), found) == {}
+        assert settlement.lost_lanes(range(4), found) == {}
         turns(1002, 1)
         for lane in settlement.lanes.values():
             lane.lease._until = 0.0
