@@ -73,7 +73,7 @@ class Lane:
     """One lane. A new lease begins a new record.
 
     ``unsettled``: what Kafka has acknowledged (without a transaction) and Postgres may not have settled. The source has
-    the same as ``SettledLane.unsettled``; this copy survives a source that is closed after a failure.
+    the same as ``SettlementLane.unsettled``; this copy survives a source that is closed after a failure.
 
     For turn_sizes.py: ``taken`` is the number of its events in the last turn, ``full`` whether they were as many as it
     might have; ``suspected``: the number of its next events among which is the refused one, 0 if none is;

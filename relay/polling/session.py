@@ -75,15 +75,16 @@ class ReadTurn(NamedTuple):
     """What was read, and when the previous turn is settled.
 
     ``retried`` are the lanes that have due events, and nothing else. ``backlog``: there are more events, and no
-    failures: the next turn is worth reading ahead. ``settled`` are the lanes that have been settled, or, unless
-    ``settling`` is FIRST, will be while this turn is published; of those in ``failed`` nothing may be published.
+    failures: the next turn is worth reading ahead. ``to_settle`` are the lanes of the settling statement: those with
+    unsettled events, and, unless that runs MEANWHILE, those of this turn, whose leases it checks. Of lanes in
+    ``failed`` nothing may be published.
     """
 
     batches: Batches
     retried: Collection[int]
     backlog: bool
     settling: Settling = Settling.FIRST
-    settled: Collection[int] = ()
+    to_settle: Collection[int] = ()
     failed: Mapping[int, OutboxError] = {}
 
 

@@ -158,12 +158,12 @@ class PollingSource(Source):
                         self.session.read_ahead(self.reader.plan_ahead(limits, batches))
                 return Fetched(batches, failed, retried=turn.retried)
             case Settling.MEANWHILE:
-                if turn.settled:
-                    self.settlement.begin(turn.settled)
-                return Fetched(batches, failed, settling=turn.settled, retried=turn.retried)
+                if turn.to_settle:
+                    self.settlement.begin(turn.to_settle)
+                return Fetched(batches, failed, settling=turn.to_settle, retried=turn.retried)
             case Settling.BEFORE_COMMIT:
                 self._unconfirmed = batches.keys()
-                self.settlement.begin(turn.settled)
+                self.settlement.begin(turn.to_settle)
                 return Fetched(batches, failed, unconfirmed=True, retried=turn.retried)
             case _:
                 assert_never(turn.settling)
@@ -270,12 +270,12 @@ class PollingSource(Source):
         plan = self._plan(limits)
         with self.settlement.one_session(limits):
             turn = self._choose_settling(plan, self.reader.read(plan, limits), limits)
-            if turn.settling is not Settling.FIRST or not turn.settled or not self._settles_with_read:
+            if turn.settling is not Settling.FIRST or not turn.to_settle or not self._settles_with_read:
                 return turn
             failpoint("batch.settling")
-            with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):
-                sent = self.settlement.send(turn.settled, by_number=self.session.pooled)
-        with unavailable_on_error(f"settling {lanes_text(turn.settled)}"):
+            with unavailable_on_error(f"settling {lanes_text(turn.to_settle)}"):
+                sent = self.settlement.send(turn.to_settle, by_number=self.session.pooled)
+        with unavailable_on_error(f"settling {lanes_text(turn.to_settle)}"):
             # After the commit: a rollback would not renew the leases.
             failed = self.settlement.finish_sent(sent)
         failpoint("batch.settled")
@@ -289,7 +289,7 @@ class PollingSource(Source):
         # Of exactly-once, a lane that was given up is settled by its marker when it is taken over again.
         held = self.settlement.lanes
         unsettled = {lane for lane in self.settlement.unsettled_lanes if lane in limits or held[lane].own_id is None}
-        first = turn._replace(settled=sorted(batches.keys() | unsettled))
+        first = turn._replace(to_settle=sorted(batches.keys() | unsettled))
         latest = Settling.FIRST if plan.ahead or turn.backlog or not batches else self._latest_settling(limits)
         match latest:
             case Settling.FIRST:
@@ -302,7 +302,7 @@ class PollingSource(Source):
                 lost = self.settlement.find_lost(batches.keys(), plan.check) if small else None
                 if lost is None:
                     return first
-                return turn._replace(settling=Settling.MEANWHILE, settled=sorted(unsettled), failed=lost)
+                return turn._replace(settling=Settling.MEANWHILE, to_settle=sorted(unsettled), failed=lost)
             case Settling.BEFORE_COMMIT:
                 return first._replace(settling=Settling.BEFORE_COMMIT)
             case _:

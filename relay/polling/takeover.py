@@ -15,7 +15,7 @@ from relay.database import one_write, unavailable_on_error
 from relay.polling.queries import Queries
 from relay.polling.session import Session
 from relay.settle.retries import Failures
-from relay.settle.settlement import SettledLane
+from relay.settle.settlement import SettlementLane
 from relay.settle.statements import array, lease_values
 
 
@@ -147,7 +147,7 @@ class RowTakeover:
         held_lane.row_matches = True
         self._on_adopted(lease.lane, adopted)
 
-    def _is_ours(self, held: SettledLane, marker: Marker | None, own_id: str | None) -> bool:
+    def _is_ours(self, held: SettlementLane, marker: Marker | None, own_id: str | None) -> bool:
         """Return whether there is nothing to take over: only the publisher is new, and all of the lane is settled.
 
         The row names us and has the marker's batch: the last statement on it has found or written that. ``identity``

@@ -82,8 +82,8 @@ _FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
 
 
 @dataclass(slots=True)
-class SettledLane:
-    """One lane: its lease, what has to be settled, and what ``last_batch`` must be for that (None: anything)."""
+class SettlementLane:
+    """A lane to be settled: its lease, what is unsettled, and what ``last_batch`` must be for that (None: anything)."""
 
     lease: Lease
     unsettled: UnsettledBatch = NOTHING
@@ -165,12 +165,12 @@ class Settlement:
         self._archive = archive
         self._pooled = pooled
         self.statements = SettlingStatements(schema, archive=archive)
-        self.lanes: dict[int, SettledLane] = {}
+        self.lanes: dict[int, SettlementLane] = {}
         self.settles_first = False
         """Whether events are published only once they are settled (at-most-once)."""
 
     def hold(self, lease: Lease) -> None:
-        self.lanes[lease.lane] = SettledLane(lease)
+        self.lanes[lease.lane] = SettlementLane(lease)
 
     def drop(self, lane: int) -> None:
         self.lanes.pop(lane, None)
@@ -366,7 +366,7 @@ class Settlement:
                 self._connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             yield
 
-    def _writes(self, lane: SettledLane) -> bool:
+    def _writes(self, lane: SettlementLane) -> bool:
         batch = lane.unsettled
         return batch.number is not None or batch.commit_lsn is not None or self.prolongs(lane.lease.lane)
 
@@ -426,7 +426,7 @@ class Settlement:
             self.lanes[lane].version = None
         return [], missing
 
-    def _forget_unsettled(self, lane: SettledLane) -> None:
+    def _forget_unsettled(self, lane: SettlementLane) -> None:
         batch, lane.unsettled = lane.unsettled, NOTHING
         if batch.number is not None:
             lane.expected = batch.number
@@ -471,7 +471,7 @@ def _places(rows: Sequence[Claim], records: Sequence[RecordMetadata | None]) -> 
     }
 
 
-def _versions(held: Sequence[SettledLane]) -> str:
+def _versions(held: Sequence[SettlementLane]) -> str:
     return array([None if lane.version is None else f'"{lane.version}"' for lane in held])
 
 
