@@ -64,9 +64,9 @@ class Components:
     connect: Connector
     source: Callable[[LoopReports], Source]
     publisher: Callable[[Source], Publisher]
-    all_lanes: Callable[[Sequence[Lease]], None] | None = None
+    begin_stream: Callable[[Sequence[Lease]], None] | None = None
     """Source wal: called with the leases of all lanes when they are taken. A relay without it polls."""
-    let_go_all: Callable[[], None] = lambda: None
+    end_stream: Callable[[], None] = lambda: None
     """Source wal: called when the worker has let go of all lanes."""
     sends_again: bool = True
     """Whether the next holder of a lane sends again what was in flight. Then other relays may take the lanes as soon as
@@ -90,6 +90,10 @@ class Components:
     began: float = field(default_factory=uptime)
     about: Mapping[str, object] = field(default_factory=dict)
     """The settings that the first line of the log shows."""
+
+    @property
+    def reads_wal(self) -> bool:
+        return self.begin_stream is not None
 
 
 class _WorkerThread(threading.Thread):
@@ -235,7 +239,7 @@ class Supervisor:
 
     def _connect(self) -> LaneTable:
         components = self._components
-        source = "polling" if components.all_lanes is None else "wal"
+        source = "wal" if components.reads_wal else "polling"
         connection = components.connect()
         with unavailable_on_error("beginning a session"):
             pooled = not begin_session(connection, components.lease_seconds * LOCK_PART)
@@ -316,7 +320,7 @@ class Supervisor:
             log.info("lanes go over to the other source", lanes=listed(new))
         self._held.recall(lost, lost=True)
         self._held.recall(switched, settle_seconds=self._settle_seconds)
-        if (lost or switched) and self._components.all_lanes is not None:
+        if (lost or switched) and self._components.reads_wal:
             # The stream is read for all lanes or for none.
             self._held.recall_all(settle_seconds=self._settle_seconds)
         self._log_expired()
@@ -337,11 +341,11 @@ class Supervisor:
             if released := self._releases.release(table, let_go):
                 log.info("lanes released", lanes=listed(released))
         finally:
-            if let_go and self._components.all_lanes is not None:
+            if let_go and self._components.reads_wal:
                 if self._held.leases:
                     self._held.recall_all(settle_seconds=self._settle_seconds)
                 else:
-                    self._components.let_go_all()
+                    self._components.end_stream()
 
     def _balance(self, table: LaneTable) -> None:
         distribution = table.distribution(self._components.next_due)
@@ -350,14 +354,12 @@ class Supervisor:
         if self._give_way(table, distribution):
             return
         leases: Sequence[Lease] = []
-        if self._components.all_lanes is None:
-            step = next_step(distribution, self._components.instance)
-            if step > 0:
-                leases = table.acquire(step)
-            elif step < 0:
-                self._held.recall_up_to(-step)
-        elif not self._held.leases:
-            leases = table.acquire_all()
+        if self._components.reads_wal:
+            leases = [] if self._held.leases else table.acquire_all()
+        elif (step := next_step(distribution, self._components.instance)) > 0:
+            leases = table.acquire(step)
+        elif step < 0:
+            self._held.recall_up_to(-step)
         if leases:
             self._note_pauses(table)
             self._give(leases)
@@ -367,7 +369,7 @@ class Supervisor:
             self._source_problem = None
             self._source_reminder.over()
             return
-        ours, other = ("polling", "wal") if self._components.all_lanes is None else ("wal", "polling")
+        ours, other = ("wal", "polling") if self._components.reads_wal else ("polling", "wal")
         self._source_problem = source_problem(other, ours)
         if self._source_reminder.is_due(self._source_problem):
             log.warning(
@@ -406,7 +408,7 @@ class Supervisor:
             return True
         # It has been patient before.
         patience = 0.0 if now < self._early_until else max(2 * self._components.lease_seconds, 10.0)
-        if self._components.all_lanes and loop.lanes.has_unsettled and loop.without_session_since is None:
+        if self._components.reads_wal and loop.lanes.has_unsettled and loop.without_session_since is None:
             # The stream is read for all lanes or for none, and what some have published must be settled first.
             since = None
         if since is not None and others and now - since >= patience and self._held.leases and not self._away:
@@ -422,8 +424,8 @@ class Supervisor:
         return time.monotonic() < self._away_until
 
     def _give(self, leases: Sequence[Lease]) -> None:
-        if self._components.all_lanes is not None:
-            self._components.all_lanes(leases)
+        if self._components.begin_stream is not None:
+            self._components.begin_stream(leases)
         # Waits from when we held them before are over.
         self._health.goes_on([lease.lane for lease in leases])
         log.info("lanes acquired", lanes=len(leases), epochs={lease.lane: lease.epoch for lease in leases[:16]})
@@ -446,7 +448,7 @@ class Supervisor:
                 next_tick = time.monotonic() + self._until_tick()
             self._worker.join(0.01)
         if not (left := self._held.leases if self._worker.is_alive() else []):
-            self._components.let_go_all()
+            self._components.end_stream()
         else:
             event = "a turn in flight was abandoned; its events stay in the outbox and will be sent again"
             if not self._components.sends_again:

@@ -185,7 +185,7 @@ def test_a_relay_that_came_back_alone_and_publishes_nothing_leaves_its_lanes_at_
 
 def test_lanes_of_the_stream_are_left_together_when_all_they_published_is_settled(supervisor) -> None:
     """One that is kept to be settled would keep all the others from the next relay."""
-    supervisor._components = replace(supervisor._components, all_lanes=lambda _leases: None)
+    supervisor._components = replace(supervisor._components, begin_stream=lambda _leases: None)
     loop = supervisor._worker.loop
     loop.failing_since = time.monotonic() - 1000.0
     lane = loop.lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(number=1))
@@ -198,7 +198,7 @@ def test_lanes_of_the_stream_are_left_together_when_all_they_published_is_settle
 
 
 def test_lanes_of_the_stream_are_left_when_no_session_can_be_had_to_settle_them(supervisor) -> None:
-    supervisor._components = replace(supervisor._components, all_lanes=lambda _leases: None)
+    supervisor._components = replace(supervisor._components, begin_stream=lambda _leases: None)
     loop = supervisor._worker.loop
     loop.failing_since = loop.without_session_since = time.monotonic() - 1000.0
     loop.lanes[0] = Lane(supervisor._held.leases[0], Backoff(0.1, 1.0), unsettled=UnsettledBatch(number=1))
@@ -246,7 +246,7 @@ def test_what_can_not_be_released_is_tried_again_until_it_is(supervisor) -> None
     """It is neither renewed nor published: no relay would publish it until its lease ends."""
     ended: list[int] = []
     supervisor._components = replace(
-        supervisor._components, all_lanes=lambda _leases: None, let_go_all=lambda: ended.append(1)
+        supervisor._components, begin_stream=lambda _leases: None, end_stream=lambda: ended.append(1)
     )
     leases = supervisor._held.leases
     for lease in leases:
