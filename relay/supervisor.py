@@ -135,13 +135,12 @@ class Supervisor:
         self._table: LaneTable | None = None
         self._begun = False
         self._failures = FailureLog("waiting for Postgres", what="the leases")
-        self._fails = False
         # Often enough to notice a new relay soon.
         self._tick_seconds = min(components.lease_seconds / 3, 1.0)
         # How long a lane that can't be settled may hold up the others of a stream.
         self._settle_seconds = STANDING_LEASES * components.lease_seconds
         self._beat_at: float | None = None
-        self._forget_at = self._disconnected_at = -1e9
+        self._forgot_at = self._disconnected_at = -1e9
         self._reported: frozenset[int] = frozenset()
         self._away_until = 0.0
         self._early_until = 0.0
@@ -225,13 +224,10 @@ class Supervisor:
                 self._balance(self._table)
                 raise
             self._balance(self._table)
-            self._health.ticked(started=self._worker.loop.has_succeeded or not self._held.leases)
-            if self._fails:
-                self._fails = False
+            if self._health.ticked(started=self._worker.loop.has_succeeded or not self._held.leases):
                 self._failures.over()
                 log.info("Postgres is back")
         except (Unavailable, SchemaError) as error:
-            self._fails = True
             self._failures.failed(error, self._health.control_waits(error))
             self._disconnect_after(error)
             return False
@@ -295,8 +291,8 @@ class Supervisor:
         elif any(lease.remaining_seconds < lease.ttl_seconds * 0.3 for lease in self._held.ours):
             self._renew(table)  # their rows were locked, as the worker does when it settles
         self._reported = obeyed
-        if now - self._forget_at >= _FORGET_SECONDS:
-            self._forget_at = now
+        if now - self._forgot_at >= _FORGET_SECONDS:
+            self._forgot_at = now
             table.forget_dead()
 
     def _beat_and_renew(self, table: LaneTable) -> None:

@@ -168,15 +168,16 @@ class WorkerHealth:
         with self._lock:
             self._upkeep.pop(name, None)
 
-    def ticked(self, *, started: bool) -> None:
-        """Record that the control loop has reached Postgres. ``started``: the lanes it holds, if any, are being
-        published.
+    def ticked(self, *, started: bool) -> bool:
+        """Record that the control loop has reached Postgres. Returns whether it had failed before.
 
-        A relay never goes back to not started: a standby is ready, and stays so while it takes over lanes.
+        ``started``: the lanes it holds, if any, are being published. A relay never goes back to not started: a standby
+        is ready, and stays so while it takes over lanes.
         """
-        self._control = None
+        failed, self._control = self._control is not None, None
         self._ticked_at = self._clock()
         self._started = self._started or started
+        return failed
 
     def look(
         self,

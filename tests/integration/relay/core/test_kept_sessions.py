@@ -55,7 +55,7 @@ def test_a_relay_whose_row_another_session_has_locked_keeps_its_session_and_its_
         def fails() -> bool:
             # As when the next beat is due.
             relay._beat_at = None
-            return relay._fails
+            return relay._health._control is not None
 
         with psycopg.connect(url) as locking:
             locking.execute("UPDATE outbox.relays SET version = 'locked' WHERE instance = 'me'")
@@ -66,7 +66,7 @@ def test_a_relay_whose_row_another_session_has_locked_keeps_its_session_and_its_
             assert look_up(url, SESSION) == before
             assert min(lease.remaining_seconds for lease in relay._held.leases) > 30.0
             locking.rollback()
-        wait_until(lambda: not relay._fails, what="a beat")
+        wait_until(lambda: relay._health._control is None, what="a beat")
         assert look_up(url, SESSION) == before
         assert look_up(url, "SELECT DISTINCT owner, epoch FROM outbox.lanes") == [("me", 1)]
     assert owners(url) == {}

@@ -90,7 +90,7 @@ def test_a_relay_whose_own_row_is_locked_obeys_all_the_same_and_has_not_confirme
         wait_until(lambda: rig.supervisor.health().ready, what="the relay to be ready")
         with psycopg.connect(url) as other:
             other.execute("SELECT FROM outbox.relays FOR UPDATE")
-            wait_until(lambda: rig.supervisor._fails, what="a beat that waits in vain")
+            wait_until(lambda: rig.supervisor._health._control is not None, what="a beat that waits in vain")
             pause(url, ALL, wait=False)
             wait_until(lambda: rig.pauses.obeyed.every_lane, 20, "it to obey")
             assert read(url)[ALL].unconfirmed == ("me",)
