@@ -19,7 +19,6 @@ from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
 from outbox._clients.clock import DatabaseClock
 from outbox.urls import display_url
-from relay import protocol_trace
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
 from relay.core.health import Wait
 from relay.core.lane import LoopSettings
@@ -51,7 +50,6 @@ from relay.parts import build_failures, build_open_transactions, build_router, b
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.kept_marks import KeptMarks
 from relay.polling.source import PollingSource
-from relay.protocol_trace import ProtocolTrace, TracedPublisher, TracedSource
 from relay.sessions import RelayConnector
 from relay.settle.settlement import RENEW_PART
 from relay.supervisor import Components, Supervisor
@@ -101,12 +99,6 @@ def build(settings: Settings) -> Supervisor:
     # As of the current turn: at-most-once, rows are deleted before they are sent.
     topics = build_topics(settings, lambda: pauses.obeyed.topics)
     new_publisher = _publisher(settings, topics)
-    trace = protocol_trace.from_environment(
-        instance,
-        covered=settings.source is SourceKind.POLLING and settings.delivery is not Delivery.AT_MOST_ONCE,
-        transactional=exact,
-        batch_size=settings.relay.batch_size,
-    )
     wal = _Wal(settings, connect, name, renew_part) if settings.source is SourceKind.WAL else None
     registry = CollectorRegistry()
     upkeep = [MaintenanceTask("server", connect.look, _WATCH_SECONDS), *_upkeep(settings, connect, instance, registry)]
@@ -156,8 +148,8 @@ def build(settings: Settings) -> Supervisor:
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
             ),
             connect=connect,
-            source=_source(settings, connect, renew_part, topics, trace) if wal is None else wal.source,
-            publisher=new_publisher if trace is None else partial(TracedPublisher, new_publisher, trace),
+            source=_source(settings, connect, renew_part, topics) if wal is None else wal.source,
+            publisher=new_publisher,
             begin_stream=None if wal is None else wal.begin,
             end_stream=(lambda: None) if wal is None else wal.end,
             sends_again=settings.delivery is not Delivery.AT_MOST_ONCE,
@@ -249,7 +241,7 @@ class _Wal:
 
 
 def _source(
-    settings: Settings, connect: Connector, renew_part: float, topics: Topics, trace: ProtocolTrace | None
+    settings: Settings, connect: Connector, renew_part: float, topics: Topics
 ) -> Callable[[LoopReports], Source]:
     router = build_router(settings)
     failures = build_failures(settings)
@@ -277,10 +269,7 @@ def _source(
         source = partial(AtMostOnceSource, on_lost=reports.lost, must_stay=must_stay) if at_most_once else PollingSource
         return source(connect, settings.db_schema, failures, on_dead=reports.dead, **options)
 
-    if trace is None:
-        return new_source
-    options |= {"on_settled": trace.settled, "on_adopted": trace.adopted}
-    return lambda reports: TracedSource(new_source(reports), trace)
+    return new_source
 
 
 def _publisher(settings: Settings, topics: Topics) -> Callable[[Source], Publisher]:

@@ -40,7 +40,6 @@ READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_SANDBOX": "The directory for the sandbox's data. Default: in the cache directory.",
     "OUTBOX_TEST_KAFKA": "The Kafka on which test fixtures create topics. Default: they start one.",
     "OUTBOX_TEST_DATABASE_URL": "The Postgres on which test fixtures create databases. Default: they start one.",
-    "OUTBOX_TRACE_PROTOCOL": "For tests: the file for a relay's steps. See relay/protocol_trace.py.",
 }
 """Every variable that is not a setting, with its purpose."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import protocol_trace
 import pytest
 import traces
 from support import MUTANT, drained, end_leases, ends, halted, look_up, owners, wait_until, write
@@ -25,10 +26,11 @@ class Rig:
         self._kafka, self._relay, self._file = kafka, relay, file
         self._name = kafka.name("outbox")
 
-    def start(self, instance: str, delivery: str, failpoint: str = "", **more):
-        env = {"OUTBOX_TRACE_PROTOCOL": str(self._file), "OUTBOX_FAILPOINTS": failpoint}
+    def start(self, instance: str, delivery: str, failpoint: str = "", mutation: str = "none", **more):
+        env = {protocol_trace.VARIABLE: str(self._file), "OUTBOX_FAILPOINTS": failpoint}
         settings = {"relay__instance": instance, "relay__batch_size": 2, "relay__lease_seconds": 60, **more}
-        return self._relay(env=env, delivery=delivery, name=self._name, **settings)
+        program = (MUTANT, f"{mutation}+records")
+        return self._relay(env=env, delivery=delivery, name=self._name, program=program, **settings)
 
     def taken_over(self, delivery: str, failpoint: str):
         """Let a relay sleep at a failpoint, and another one publish the rest; wake the first, and return both."""
@@ -162,7 +164,7 @@ def test_a_mistake_without_a_fault(rig, delivery, mutation, step):
     """Kafka and Postgres have what they should."""
     db.change_lanes(rig.url, 1)
     rig.write(4)
-    mutant = rig.start("mutant", delivery, program=(MUTANT, mutation))
+    mutant = rig.start("mutant", delivery, mutation=mutation)
     wait_until(lambda: len(rig.seen()) == 4, what="all events")
     drained(rig.url)
     ends(mutant)

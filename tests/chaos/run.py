@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import confluent_kafka
+import protocol_trace
 import psycopg
 from nursery import Nursery
 from nursery import relays as relays_from
@@ -33,7 +34,6 @@ from chaos.strangers import Strangers
 from chaos.workload import Pace, Workload
 from outbox.sandbox._process import patience
 from outbox.testing.fixtures import RelayFactory
-from relay.protocol_trace import VARIABLE
 
 _EVENTS_A_SECOND: Final = 700.0
 # With operators the relays' turns are to end with nothing left: marks rise to what waits behind dead letters only then.
@@ -196,8 +196,10 @@ class _Run:
             LiveReader(self.stage.topics, self.stage.ids, watch.read, keep=course.retention) as reader,
         ):
             reader.follow(self.stage.first_topics)
-            env = {VARIABLE: str(self.steps)} if course.configuration.traces else {}
-            relays = Relays(factory, course, self.stage.settings, self.mutation, env)
+            mutation, env = self.mutation, {}
+            if course.configuration.traces:
+                mutation, env = f"{mutation}+records", {protocol_trace.VARIABLE: str(self.steps)}
+            relays = Relays(factory, course, self.stage.settings, mutation, env)
             members = Members(self.stage, self.folder, course, self.mutation, self.nursery)
             self.opened.enter_context(members)
             strangers = self.opened.enter_context(Strangers(self.stage, course))

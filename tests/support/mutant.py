@@ -146,6 +146,13 @@ def quick_marks() -> None:
     row_marks._SECONDS = 0.5  # type: ignore[misc]
 
 
+def records() -> None:
+    """No mutation: the relay records its steps, see protocol_trace.py."""
+    import protocol_trace
+
+    protocol_trace.record()
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "marker_first": marker_first,
@@ -158,6 +165,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "positions_first": positions_first,
     "key_of_each_attempt": key_of_each_attempt,
     "quick_marks": quick_marks,
+    "records": records,
 }
 
 

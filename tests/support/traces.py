@@ -1,4 +1,4 @@
-"""What relays have recorded (relay/protocol_trace.py), compared by TLC with the specification of their protocol.
+"""What relays have recorded (protocol_trace.py), compared by TLC with the specification of their protocol.
 
 A lane is checked by itself: docs/explanation/protocol/trace.tla. A failure names the first step that does not fit.
 """

@@ -1,5 +1,5 @@
 -------------------------------- MODULE trace --------------------------------
-(* Whether the steps that relays have recorded of a lane (relay/protocol_trace.py) are a behaviour of the            *)
+(* Whether the steps that relays have recorded of a lane (tests/support/protocol_trace.py) are a behaviour of the    *)
 (* specification. Each process is a relay of its own. TLC looks for an order of all their steps, and for steps that   *)
 (* none of them sees: Kafka's, the writers', leases that end. tests/support/traces.py writes the module `steps`.       *)
 EXTENDS protocol, steps

@@ -1,8 +1,8 @@
-"""A relay's steps in the protocol, to be compared with the specification: ``OUTBOX_TRACE_PROTOCOL=FILE``.
+"""A relay's steps in the protocol, to be compared with the specification by traces.py.
 
-The worker's source and publisher are wrapped; without the variable, the relay has the plain ones. Each step is appended
-to the file as a line of JSON as soon as it is known, in one write: a kill loses none. Relays may share the file. A step
-that can't be written ends the trace: it is logged, and none follows.
+``record`` wraps the worker's source and publisher; ``python mutant.py records relay run`` calls it. Each step is
+appended to the file that PROTOCOL_TRACE names, as a line of JSON as soon as it is known, in one write: a kill loses
+none. Relays may share the file.
 
 at, since   when the step was known, and the latest time before which it can't have happened: nanoseconds of the
             machine's monotonic clock, so only relays of one machine can be compared
@@ -31,18 +31,18 @@ ids         rows: what was read, sent, acknowledged, settled or committed, or wh
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
-import structlog
-
-from outbox.errors import ConfigurationError, OutboxError
+from outbox._app.choices import Delivery, SourceKind
+from outbox.errors import OutboxError
+from relay import wiring
+from relay.config import Settings
 from relay.core.lease import Lease
 from relay.core.marker import Marker
 from relay.core.ports import (
@@ -52,7 +52,6 @@ from relay.core.ports import (
     Confirm,
     Failed,
     Fetched,
-    Kind,
     LaneLost,
     Publisher,
     Receipt,
@@ -61,19 +60,36 @@ from relay.core.ports import (
     UnsettledBatch,
 )
 
-log = structlog.get_logger("relay")
+VARIABLE: Final = "PROTOCOL_TRACE"
 
-VARIABLE: Final = "OUTBOX_TRACE_PROTOCOL"
+
+def record() -> None:
+    """Make the relay that this process builds record its steps. The specification's traces cover polling ones."""
+    of_source, of_publisher, of_rows = wiring._source, wiring._publisher, wiring.PollingSource
+    traces: list[ProtocolTrace] = []
+
+    def publisher(settings: Settings, *more: Any) -> Any:
+        assert settings.source is SourceKind.POLLING
+        assert settings.delivery is not Delivery.AT_MOST_ONCE
+        traces.append(ProtocolTrace(os.environ[VARIABLE], settings))
+        return partial(TracedPublisher, of_publisher(settings, *more), traces[-1])
+
+    def source(*given: Any) -> Any:
+        trace = traces[-1]
+        wiring.PollingSource = partial(of_rows, on_settled=trace.settled, on_adopted=trace.adopted)  # type: ignore[misc]
+        new = of_source(*given)
+        return lambda reports: TracedSource(new(reports), trace)
+
+    wiring._publisher, wiring._source = publisher, source
 
 
 class ProtocolTrace:
-    """What the wrappers of a worker's sources and publishers share. Raises ConfigurationError if it can't write."""
+    """What the wrappers of a worker's sources and publishers share."""
 
-    def __init__(self, path: str, relay: str, *, transactional: bool, batch_size: int) -> None:
-        self.transactional = transactional
-        self._relay = f"{relay}/{os.getpid()}"
-        self._path = path
-        self._ended = False
+    def __init__(self, path: str, settings: Settings) -> None:
+        self.transactional = settings.delivery is Delivery.EXACTLY_ONCE
+        self._relay = f"{settings.relay.instance or 'relay'}/{os.getpid()}"
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         self.since = self._began = time.monotonic_ns()
         """When the last read began: what is settled after it was asked for after it."""
         self.turn: dict[int, str] = {}
@@ -82,29 +98,13 @@ class ProtocolTrace:
         self._acknowledged: dict[int, tuple[str, list[int]]] = {}
         self._unsettled: dict[int, set[int]] = {}
         self._leases: dict[int, Lease] = {}
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            self._append("began", transactional=transactional, batch_size=batch_size)
-        except OSError as error:
-            raise ConfigurationError(f"{VARIABLE} names {path!r}, which can't be written: {error.strerror}") from error
+        self.write("began", transactional=self.transactional, batch_size=settings.relay.batch_size)
 
     def write(self, step: str, lane: int | None = None, since: int | None = None, **more: Any) -> None:
-        """Record a step. The first that can't be written ends the trace, and not the relay: no step follows it."""
-        if self._ended:
-            return
-        try:
-            self._append(step, lane, since, **more)
-        except OSError as error:
-            self._ended = True
-            log.warning("the protocol's trace ends here: a step can't be written", file=self._path, error=str(error))
-
-    def _append(self, step: str, lane: int | None = None, since: int | None = None, **more: Any) -> None:
         line = {"at": time.monotonic_ns(), "since": since or self._began, "relay": self._relay, "step": step}
         if lane is not None:
             line["lane"] = lane
-        data = json.dumps(line | more).encode() + b"\n"
-        if os.write(self._file, data) < len(data):
-            raise OSError(errno.ENOSPC, "No space left for the whole line")
+        os.write(self._file, json.dumps(line | more).encode() + b"\n")
 
     def taken(self, lease: Lease) -> None:
         # A new source is given the leases again.
@@ -154,28 +154,20 @@ class ProtocolTrace:
                 self.write("failed", lane, self.since, ids=[], error=type(error).__name__)
 
 
-def from_environment(relay: str, *, covered: bool, transactional: bool, batch_size: int) -> ProtocolTrace | None:
-    """Return where to record, None without the variable. Raises ConfigurationError unless the relay is ``covered``."""
-    path = os.environ.get(VARIABLE)
-    if path and not covered:
-        raise ConfigurationError(
-            f"{VARIABLE} needs OUTBOX_SOURCE=polling and no OUTBOX_DELIVERY=at-most-once; unset it"
-        )
-    return ProtocolTrace(path, relay, transactional=transactional, batch_size=batch_size) if path else None
-
-
 def positions(claims: Sequence[Claim]) -> list[int]:
     return [claim.position for claim in claims]
 
 
-class TracedSource(Source):
+class TracedSource:
     """``source``, with its steps recorded. Its callbacks must be those of ``trace``."""
 
     def __init__(self, source: Source, trace: ProtocolTrace) -> None:
         self._source = source
         self._trace = trace
         self._lost: set[int] = set()
-        self.store = source.store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
 
     def hold(self, lease: Lease) -> None:
         self._source.hold(lease)
@@ -217,18 +209,6 @@ class TracedSource(Source):
         self._note_failed(failed)
         return failed
 
-    def leave_out(self, kinds: frozenset[Kind]) -> None:
-        self._source.leave_out(kinds)
-
-    def go_on_without(self, lanes: Collection[int]) -> None:
-        self._source.go_on_without(lanes)
-
-    def pause(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
-        return self._source.pause(lanes)
-
-    def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
-        return self._source.wait(lanes, seconds, stop)
-
     def close(self) -> None:
         self._source.close()
         self._trace.write("closed")
@@ -238,7 +218,7 @@ class TracedSource(Source):
         self._trace.failed(failed)
 
 
-class TracedPublisher(Publisher):
+class TracedPublisher:
     """A new publisher, with its steps recorded."""
 
     def __init__(self, new: Callable[[Source], Publisher], trace: ProtocolTrace, source: Source) -> None:
@@ -246,6 +226,9 @@ class TracedPublisher(Publisher):
         self._publisher = new(source)
         self._trace = trace
         trace.write("initialized", None, began)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._publisher, name)
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
         self._trace.since = time.monotonic_ns()
@@ -273,12 +256,3 @@ class TracedPublisher(Publisher):
             elif (batch := receipt.published.number) is not None:
                 trace.write("committed", lane, began, ids=positions(receipt.published.rows), batch=batch)
         return sent
-
-    def unpublishable_kinds(self) -> frozenset[Kind]:
-        return self._publisher.unpublishable_kinds()
-
-    def serve(self) -> None:
-        self._publisher.serve()
-
-    def close(self) -> None:
-        self._publisher.close()
