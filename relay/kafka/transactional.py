@@ -101,14 +101,6 @@ class _TransactionalProducer(OrderedProducer):
     suspicious = False
 
 
-class _NotConfirmed(Exception):
-    """The turn must not be committed: for example, another relay has taken some of its lanes."""
-
-    def __init__(self, lanes: Mapping[int, OutboxError]) -> None:
-        super().__init__(lanes)
-        self.lanes = lanes
-
-
 class TransactionalPublisher:
     """A worker's transactional producers. See ports.Publisher for the contract.
 
@@ -174,10 +166,6 @@ class TransactionalPublisher:
         deadline, ends = time.monotonic() + self._delivery_seconds, sender.ends
         try:
             return self._in_transaction(sender, batches, deadline, confirm)
-        except _NotConfirmed as error:
-            self._abort(sender)
-            self._disable()
-            return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
             failure, blamed, aborted = self._abort_after_error(sender, error)
         except Unavailable as error:
@@ -240,7 +228,10 @@ class TransactionalPublisher:
             return Completed({lane: Receipt(refused=each, left_out=lane in sender.left_out) for lane, each in refused})
         numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
         markers = {lane: self._marker(lane, numbers[lane], sender.sent[lane]) for lane in numbers}
-        self._commit(sender, markers, deadline, confirm)
+        if unconfirmed := self._commit(sender, markers, deadline, confirm):
+            self._abort(sender)
+            self._disable()
+            return Unconfirmed(unconfirmed, publisher_unusable=True)
         self._joined |= markers
         failpoint("txn.committed")
         self._turn += 1
@@ -314,7 +305,10 @@ class TransactionalPublisher:
         markers: Mapping[int, Marker],
         deadline: float,
         confirm: Confirm | None = None,
-    ) -> None:
+    ) -> Mapping[int, OutboxError]:
+        """Send the markers, and commit once all is acknowledged. Returns the lanes that were not confirmed: then it is
+        not committed.
+        """
         for lane, marker in markers.items():
             sender.send_marker(self._state.name, lane, marker.encode(), deadline)
         failpoint("txn.marker_sent")
@@ -323,12 +317,13 @@ class TransactionalPublisher:
             raise sender.failure(self._delivery_seconds)[0]
         failpoint("batch.acknowledged")
         if confirm is not None and (unconfirmed := confirm(deadline)):
-            raise _NotConfirmed(unconfirmed)
+            return unconfirmed
         failpoint("txn.confirmed")
         sender.ends += 1
         started = time.monotonic()
         sender.producer.commit_transaction(max(deadline - started, 0.1))
         sender.suspicious = sender.suspicious or time.monotonic() - started >= self._clean_seconds
+        return {}
 
     def _failed_turn(
         self,

@@ -230,8 +230,13 @@ class Session:
         return self.connection.execute(query, values).fetchall()
 
     def _read(self, plan: TurnPlan) -> Sequence[Any]:
+        counting: psycopg.Cursor[Any] | None = None
         with pipeline(self.connection):
-            counting = self.send(plan.reads, plan.counted)
+            for read in plan.reads:
+                read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
+                read.cursor.execute(read.query, read.values, prepare=not self.pooled)
+            if plan.counted:
+                counting = self.connection.execute(self._queries.failure_sums, {"lanes": list(plan.counted)})
             plan.check = self.settlement.send_check(plan.checked) if plan.checked else None
             server = self.connection.execute(SERVER) if self.pooled else None
         if server is not None:
@@ -240,13 +245,6 @@ class Session:
             assert read.cursor is not None
             read.rows = read.cursor.fetchall()
         return counting.fetchall() if counting is not None else ()
-
-    def send(self, reads: Sequence[Read], counted: Collection[int]) -> psycopg.Cursor[Any] | None:
-        """Execute reading statements, and one that counts the failures of ``counted``, whose cursor it returns."""
-        for read in reads:
-            read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
-            read.cursor.execute(read.query, read.values, prepare=not self.pooled)
-        return self.connection.execute(self._queries.failure_sums, {"lanes": list(counted)}) if counted else None
 
 
 def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]:

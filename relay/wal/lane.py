@@ -78,11 +78,6 @@ class StreamLane:
     def must_leave(self) -> bool:
         return isinstance(self.state, Streaming) and self.state.must_leave
 
-    @property
-    def key(self) -> dict[str, Any]:
-        """The parameters of statements about the lane, and of those that apply to it only while it is ours."""
-        return {"lane": self.lease.lane, **lease_values([self.lease])}
-
 
 class Delays:
     """Delays that double until events come: until a row is visible, and between two reads of a table."""
@@ -123,12 +118,6 @@ class StreamLanes(dict[int, StreamLane]):
         self.table = table
         self.queries = queries
         self.delays = Delays()
-
-    def ask(self, lane: StreamLane, query: sql.Composed, **more: int) -> Any:
-        """Return the only row of a query about a lane."""
-        with unavailable_on_error(f"looking at lane {lane.lease.lane}"):
-            (row,) = self.table.connection.execute(query, lane.key | more).fetchall()
-        return row
 
     def ask_all(self, query: sql.Composed, numbers: Collection[int], **more: str) -> dict[int, Any]:
         """Return the answer of a query for each of these lanes."""

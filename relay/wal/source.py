@@ -221,13 +221,15 @@ class StreamSource(Source):
         assert lane.channel is not None
         session = lane.channel.session
         settled = lane.orphan is not None and session.has_flushed(lane.orphan[1])
-        lowest, lsn = self._lanes.ask(lane, self._queries.lowest)
+        number, lowest_of = lane.lease.lane, self._queries.lowest
+        with unavailable_on_error(f"looking at lane {number}"):
+            ((lowest, lsn),) = self._table.connection.execute(lowest_of, {"lane": number}).fetchall()
         if lowest is None:
             lane.orphan = None
         elif lane.orphan is None or lane.orphan[0] != lowest:
             lane.orphan = lowest, lsn
         elif settled:
-            log.error("the stream has skipped an event; the table is read", lane=lane.lease.lane, id=lowest)
+            log.error("the stream has skipped an event; the table is read", lane=number, id=lowest)
             lane.orphan = None
             return True
         if lane.orphan is not None:
@@ -261,7 +263,8 @@ class StreamSource(Source):
         def leave() -> None:
             if receipt.refused:
                 dead.extend(self._failures.record(self._table.connection, number, receipt.refused))
-            self._table.connection.execute(self._queries.set_streaming, {"streaming": False, **lane.key})
+            values = {"streaming": False, **lease_values([lane.lease])}
+            self._table.connection.execute(self._queries.set_streaming, values)
 
         held = self._table.settlement.lanes[number]
         before, held.unsettled = held.unsettled, receipt.published
