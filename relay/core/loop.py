@@ -1,7 +1,9 @@
 """A worker's loop: one turn for all its lanes. Knows neither SQL nor Kafka.
 
-A turn: read the lanes and settle the previous one; publish what was read; record the results. The order of a key holds
-because a lane has one holder, and a turn publishes a lane's events in order, and all of them before the next turn.
+A turn: read the lanes and settle the previous one; publish what was read; record the results. Events that were refused
+before have a publish of their own, the turn's second; exactly-once, each publish is a Kafka transaction. The order of a
+key holds because a lane has one holder, and a turn publishes a lane's events in order, and all of them before the next
+turn.
 
 | what happens                            | at-least-once                          | exactly-once                      |
 |-----------------------------------------|----------------------------------------|-----------------------------------|

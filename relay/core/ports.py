@@ -125,7 +125,7 @@ def kind_of(claim: Claim) -> Kind:
 
 
 Batches = Mapping[int, Sequence[Claim]]
-"""The events of one turn by lane, each lane's in the order of publishing."""
+"""Events by lane, each lane's in the order of publishing: those of a turn, or of one of its publishes."""
 
 Confirm = Callable[[float], Mapping[int, OutboxError]]
 """Source.confirm: takes a deadline, returns the lanes that must not be published."""
@@ -238,7 +238,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The turn was sent without a failure. Lanes without a receipt are read again.
+    """The events were sent without a failure. Lanes without a receipt are read again.
 
     ``publisher_unusable``: the publisher must still not be used again.
     """
@@ -253,7 +253,7 @@ class Failed:
 
     Retrying a single message would break the order. ``receipts`` have the events that are proven to be refused.
     ``blamed`` are the lanes of which the broker refused something, empty if unknown; ``likeliest`` are the positions,
-    by lane, of the events that are most likely at fault. ``publisher_unusable``: False if nothing of the turn is
+    by lane, of the events that are most likely at fault. ``publisher_unusable``: False if none of the events is
     published, nor will be: the publisher goes on with the lanes that it has.
     """
 
@@ -266,14 +266,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """Nothing of the turn is published, because these lanes were not confirmed. ``publisher_unusable`` as above."""
+    """None of the events is published, because these lanes were not confirmed. ``publisher_unusable`` as above."""
 
     lanes: Mapping[int, OutboxError]
     publisher_unusable: bool = False
 
 
 Sent = Completed | Failed | Unconfirmed
-"""The result of sending a turn. Closed: every match over it ends in assert_never."""
+"""The result of a publish. Closed: every match over it ends in assert_never."""
 
 
 class TakeoverStore(Protocol):

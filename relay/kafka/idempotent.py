@@ -41,7 +41,7 @@ class IdempotentPublisher:
 
     At-most-once, refused events are not searched for in smaller batches: all events of the request are refused. And
     nothing is sent that might reach Kafka after its lane's lease, when another relay may have sent what comes after it:
-    such a turn has failed. Raises ConfigurationError when librdkafka refuses the options.
+    such a publish has failed. Raises ConfigurationError when librdkafka refuses the options.
     """
 
     def __init__(self, sending: Sending, takeover: Takeover | None = None) -> None:
@@ -122,7 +122,7 @@ class IdempotentPublisher:
         return False
 
     def _unsent(self, batches: Batches, sender: BatchProducer) -> DeliveryTimeout:
-        """Return the failure of a turn of which not all was sent, because too little was left of lanes' leases."""
+        """Return the failure of a publish of which not all was sent, because too little was left of lanes' leases."""
         unsent = sum(len(batches[lane]) - len(sender.sent[lane]) - len(sender.refused[lane]) for lane in self._cut)
         return DeliveryTimeout(
             f"{counted(unsent, 'event')} not sent, and the rows are deleted: less was left of their lanes' leases than "

@@ -19,7 +19,7 @@ _FEW_TOPICS: Final = 10
 
 
 class OrderedProducer(BatchProducer):
-    """Sends the first messages of a turn ahead of the others, and waits for their acknowledgements."""
+    """Sends the first messages of a publish ahead of the others, and waits for their acknowledgements."""
 
     def __init__(self, sending: Sending, transactional_id: str | None = None) -> None:
         super().__init__(sending, transactional_id)
@@ -51,7 +51,7 @@ class OrderedProducer(BatchProducer):
             self._learn(self._first.acknowledged(), deadline)
 
     def _cold_topics(self, batches: Batches) -> Iterator[tuple[Kind, str]]:
-        """Return the topics of the turn that may have first messages, by kind of event."""
+        """Return the topics of the publish that may have first messages, by kind of event."""
         claims = [claim for claims in batches.values() for claim in claims]
         kinds = {(aggregate_type, False) for aggregate_type in {claim.aggregate_type for claim in claims}}
         kinds |= {kind_of(claim) for claim in claims if claim.headers and DEAD_LETTER in claim.headers}

@@ -1,4 +1,4 @@
-"""Sends a turn's events with one librdkafka producer, and interprets failures. Both publishers use it.
+"""Sends the events of a publish with one librdkafka producer, and interprets failures. Both publishers use it.
 
 By idempotence (KIP-98), librdkafka's own retries repeat and reorder nothing. After a failure the producer is discarded.
 """
@@ -62,7 +62,7 @@ _FLUSH_GROWTH: Final = 1.2
 class Sending:
     """How a worker's events are sent, by whichever publisher.
 
-    ``options`` are librdkafka's, from config.producer_options; ``delivery_seconds`` is how long a turn may take. With
+    ``options`` are librdkafka's, from config.producer_options; ``delivery_seconds``: how long a publish may take. With
     ``record_offsets`` the results have the topic, partition and offset of each event. ``at_most_once``: events are not
     read again, so an event whose topic can't be written to is refused, or it would be lost; it needs options that never
     repeat a request. ``outbox`` is the outbox's name in spans.
@@ -80,7 +80,7 @@ class Sending:
 
 
 class BatchProducer:
-    """One producer and its current turn. Raises ConfigurationError when librdkafka refuses the options."""
+    """One producer and its current publish. Raises ConfigurationError when librdkafka refuses the options."""
 
     def __init__(self, sending: Sending, transactional_id: str | None = None) -> None:
         self._router = sending.router
@@ -205,7 +205,7 @@ class BatchProducer:
         need not be sent again. In a transaction a failed message ends all: librdkafka holds back the others until the
         abort. The deadline is ours, not librdkafka's, which drops messages one by one: a later message of a key could
         be delivered after an earlier one was dropped, and would stay before it. A stalled topic is tried for less time
-        than a turn has, because everything sent with it waits as long.
+        than a publish has, because everything sent with it waits as long.
         """
         self._trial = self._topics.trial_seconds(self._used)
         if self._trial is not None:
@@ -320,7 +320,7 @@ class BatchProducer:
         return likeliest
 
     def _unanswered(self) -> dict[str, Unanswered]:
-        """Return the topics of the turn that have unacknowledged messages."""
+        """Return the topics of the publish that have unacknowledged messages."""
         failed: dict[str, set[int]] = {}
         acknowledged: set[str] = set()
         for claims in self.sent.values():
@@ -355,7 +355,7 @@ class BatchProducer:
         return BrokerUnavailable(f"Kafka: {text}{self._lost()}")
 
     def forbidden(self) -> TopicUnusable | None:
-        """Return the error for forbidden topics of the turn, after an error of AddPartitionsToTxn, which names none."""
+        """Return the error for forbidden topics, after an error of AddPartitionsToTxn, which names none."""
         with unavailable_on_kafka_error("asking for rights on topics"):
             topics = ", ".join(map(repr, self._topics.forbidden(self._used)))
         return TopicUnusable(f"the relay may not write to {topics}: grant it WRITE and DESCRIBE") if topics else None
@@ -435,7 +435,7 @@ class BatchProducer:
                 return None
 
     def _prepare(self, claim: Claim, topic: str) -> TopicUnusable | None:
-        """Learn what the turn needs of an event's topic, once a turn. Returns why it can't be written to."""
+        """Learn what is needed of an event's topic, once a publish. Returns why it can't be written to."""
         if topic in self._used:
             return None
         try:

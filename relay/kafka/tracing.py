@@ -1,7 +1,7 @@
-"""A span for each turn that is published, with links to the contexts in which its events were written.
+"""A span for each publish, with links to the contexts in which its events were written.
 
-Links and not parents: a turn has events of many traces. The events keep their own ``traceparent`` on Kafka. Without a
-tracer provider a turn costs one comparison, and no header is looked at.
+Links and not parents: it has events of many traces. The events keep their own ``traceparent`` on Kafka. Without a
+tracer provider it costs one comparison, and no header is looked at.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Publish = TypeVar("_Publish", bound=Callable[..., Sent])
 
 
 def traced(publish: _Publish) -> _Publish:
-    """Make each turn of this method of a publisher a span. The publisher's ``sending`` has the router."""
+    """Make each call of this method of a publisher a span. The publisher's ``sending`` has the router."""
 
     @wraps(publish)
     def in_span(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:

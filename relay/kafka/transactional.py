@@ -1,23 +1,23 @@
-"""The transactional Publisher: a turn is one Kafka transaction (KIP-98), with a marker for each of its lanes.
+"""The transactional Publisher: each publish is a Kafka transaction (KIP-98), with a marker for each of its lanes.
 
 Two producers alternate, each with its own transactional id. A commit is acknowledged when it is decided; its control
 records are written to the partitions after that, and until then the same producer's next transaction gets
-CONCURRENT_TRANSACTIONS and waits 20 ms or more. The other producer's does not. Readers still see the turns in order: in
-every partition a turn's events are behind those of the previous turn, and a read_committed reader does not pass an
-undecided transaction.
+CONCURRENT_TRANSACTIONS and waits 20 ms or more. The other producer's does not. Readers still see them in order: in
+every partition a transaction's events are behind those of the previous one, and a read_committed reader does not pass
+an undecided transaction.
 
 | crash point                               | recovery                                                              |
 |-------------------------------------------|-----------------------------------------------------------------------|
 | before the Kafka transaction is begun     | marker = k-1: batch k is read again                                   |
 | while producing                           | init_transactions aborts it; read_committed saw nothing; read again   |
-| all sent, previous turn not settled yet   | the same; the marker is that turn's, which settles it                 |
+| all sent, previous batch not settled yet  | the same; the marker is that batch's, which settles it                |
 | a lane of it is found to be lost then     | aborted; the other lanes' events are read again                       |
 | Postgres does not answer in time then     | aborted, so that no reader waits; new producers, markers              |
 | the broker refuses an event of it         | aborted; once that is acknowledged, its producer is replaced, and the |
 |                                           | lanes go on. Without an acknowledgement: new producers, markers       |
 | EndTxn sent, no answer                    | init_transactions completes or aborts it; the marker decides          |
 | committed, rows not deleted               | marker = k: its rows are settled                                      |
-| committed, the other producer's turn is   | both are fenced: the first completes, the second is aborted; the      |
+| committed, the other producer's is        | both are fenced: the first completes, the second is aborted; the      |
 | under way                                 | marker is the first's                                                 |
 | Postgres dies                             | rolled back; the rows stay, and the marker settles them               |
 | Postgres loses asynchronous commits       | they were never published: settling is the flush barrier              |
@@ -30,15 +30,15 @@ undecided transaction.
 | the broker lost a transaction's markers   | UndecidedTransaction; nothing is published                            |
 | the state topic lost records              | the lane stops with StateLost; the others go on                       |
 
-A producer is used again only after a clean commit, and a turn begins only after the one before was committed cleanly.
+A producer is used again only after a clean commit, and a transaction begins only after the clean commit of the last.
 An EndTxn that librdkafka sent twice (a response was lost) could arrive late and end the producer's *next* transaction
 in the middle, because brokers do not bump the epoch with each transaction for this client (KIP-890 part 2). librdkafka
 repeats EndTxn after at least ``retry.backoff.ms`` (less 20 % jitter), so a commit that took less time sent it once. A
 commit is clean if it raised nothing and was faster than that. Otherwise both producers are discarded, their ids are
 initialized again, and only then are our remaining lanes read from Postgres, and their markers from Kafka.
 
-After a refusal only that producer is replaced. Its id is initialized before a later turn is read: this may undo the
-fence of a relay that has taken a lane, and the source of each turn checks the leases after that.
+After a refusal only that producer is replaced. Its id is initialized before a later read: this may undo the fence of a
+relay that has taken a lane, and each read checks the leases after that.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _INIT_SECONDS: Final = 10.0
 _ABORT_SECONDS: Final = 2.0
 
 _Aborted = tuple[Unavailable, Collection[int], bool]
-"""The failure of a turn, the lanes to blame, and whether its transaction is known to be aborted."""
+"""The failure of a publish, the lanes to blame, and whether its transaction is known to be aborted."""
 
 
 class _TransactionalProducer(OrderedProducer):
@@ -121,7 +121,7 @@ class TransactionalPublisher:
         self._state = state
         self._joined: dict[int, Marker] = {}
         """The lanes that were taken over, each with its last marker on Kafka, under our epoch."""
-        self._turn = 0
+        self._transactions = 0
         self._closed = False
         self._senders: list[_TransactionalProducer] = []
         try:
@@ -174,13 +174,13 @@ class TransactionalPublisher:
             self._abort(sender)
             self._disable()
             raise
-        # Only if no EndTxn was sent in this turn: otherwise only the markers tell what is published.
+        # Only if no EndTxn was sent for this one: otherwise only the markers tell what is published.
         goes_on = isinstance(failure, BatchRefused) and aborted and sender.fatal is None and sender.ends == ends
         if goes_on:
             self._replace(sender)
         else:
             self._disable()
-        return self._failed_turn(sender, failure, blamed, publisher_unusable=not goes_on)
+        return self._failed(sender, failure, blamed, publisher_unusable=not goes_on)
 
     def unpublishable_kinds(self) -> frozenset[Kind]:
         return self.sending.topics.unpublishable_kinds()
@@ -194,12 +194,12 @@ class TransactionalPublisher:
             return
         for each in self._senders:
             each.serve()
-        sender = self._senders[self._turn % len(self._senders)]
+        sender = self._senders[self._transactions % len(self._senders)]
         if not sender.initialized and (busy := self._init(sender)) is not None:
             raise busy
 
     def _next_sender(self) -> _TransactionalProducer:
-        first = self._turn % len(self._senders)
+        first = self._transactions % len(self._senders)
         return next(each for each in self._senders[first:] + self._senders[:first] if each.initialized)
 
     def close(self) -> None:
@@ -210,7 +210,7 @@ class TransactionalPublisher:
         self._senders.clear()
 
     def _disable(self) -> None:
-        """Drop what is in flight; the next turn fails. The caller of ``publish`` closes the publisher."""
+        """Drop what is in flight; the next publish fails. The caller of ``publish`` closes the publisher."""
         self._closed = True
         for sender in self._senders:
             sender.purge()
@@ -234,7 +234,7 @@ class TransactionalPublisher:
             return Unconfirmed(unconfirmed, publisher_unusable=True)
         self._joined |= markers
         failpoint("txn.committed")
-        self._turn += 1
+        self._transactions += 1
         sender.note_written()
         receipts = {
             lane: Receipt(
@@ -245,7 +245,7 @@ class TransactionalPublisher:
         return Completed(receipts, publisher_unusable=sender.suspicious or sender.purged)
 
     def _unfit(self) -> Sent | None:
-        """Return the result of a turn that can't begin: this is closed, or an earlier commit was not clean."""
+        """Return the result of a publish that can't begin: this is closed, or an earlier commit was not clean."""
         if self._closed:
             return Failed(Unavailable("this publisher is closed"))
         initialized = any(sender.initialized for sender in self._senders)
@@ -292,7 +292,7 @@ class TransactionalPublisher:
             if sender.dropped and (forbidden := self._forbidden(sender)) is not None:
                 raise forbidden from error
             raise
-        self._turn += 1
+        self._transactions += 1
         failpoint("takeover.first_marker")
         if sender.suspicious:
             raise BrokerUnavailable(
@@ -325,7 +325,7 @@ class TransactionalPublisher:
         sender.suspicious = sender.suspicious or time.monotonic() - started >= self._clean_seconds
         return {}
 
-    def _failed_turn(
+    def _failed(
         self,
         sender: _TransactionalProducer,
         failure: Unavailable,
@@ -368,7 +368,7 @@ class TransactionalPublisher:
         return self._explained(error, "publishing"), (), aborted
 
     def _forbidden(self, sender: _TransactionalProducer) -> BrokerUnavailable | None:
-        """Return the error if the relay may not write to a topic of the turn, or to the state topic, or None."""
+        """Return the error if the relay may not write to a topic of the transaction, or to the state topic, or None."""
         if (forbidden := sender.forbidden()) is not None:
             return forbidden
         with unavailable_on_kafka_error("asking for rights on the state topic"):
@@ -418,7 +418,7 @@ class TransactionalPublisher:
         with accepted_before():
             self._senders[number] = _TransactionalProducer(self.sending, own_ids(self._base_id)[number])
         sender.close()
-        self._turn += 1
+        self._transactions += 1
 
 
 def _may_be_forbidden(sender: _TransactionalProducer, error: KafkaException) -> bool:

@@ -37,12 +37,12 @@ def marker_first() -> None:
     real = TransactionalPublisher.publish
 
     def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
-        sender = self._senders[self._turn % len(self._senders)]
+        sender = self._senders[self._transactions % len(self._senders)]
         sender.producer.begin_transaction()
         markers = {lane: self._marker(lane, self._joined[lane].batch + 1, claims) for lane, claims in batches.items()}
         self._commit(sender, markers, time.monotonic() + self._delivery_seconds)
         self._joined |= markers
-        self._turn += 1
+        self._transactions += 1
         return real(self, batches, confirm)
 
     TransactionalPublisher.publish = publish  # type: ignore[method-assign]

@@ -62,11 +62,11 @@ def test_a_turn_of_all_lanes_is_one_transaction_with_a_marker_for_each(place):
     assert worker.fenced == []
     assert place.tables.ids() == dict.fromkeys(range(LANES), worker.base_id)
     # The lanes' first markers, one transaction.
-    assert (worker.publisher._turn, place.tables.batches()) == (1, dict.fromkeys(range(LANES), 1))
+    assert (worker.publisher._transactions, place.tables.batches()) == (1, dict.fromkeys(range(LANES), 1))
     place.add()
     for turn in (2, 3):
         assert worker.turn(2) == 2 * LANES
-        assert worker.publisher._turn == turn
+        assert worker.publisher._transactions == turn
         assert place.tables.batches() == dict.fromkeys(range(LANES), turn)
         markers = place.state.last_markers(range(LANES))
         assert {lane: (found.batch, len(found.positions)) for lane, found in markers.items()} == dict.fromkeys(
@@ -364,7 +364,7 @@ def test_a_relay_goes_on_after_a_refusal_and_another_one_takes_its_lanes(place, 
             former.source.settle(done.receipts)
     heir = place.joined("b")
     assert heir.fenced == own_ids(former.base_id)
-    former.publisher._turn += 1
+    former.publisher._transactions += 1
     former.publisher.serve()
     fetched = former.source.fetch(limits)
     lost = former.source.confirm(time.monotonic() + 30) if fetched.unconfirmed else fetched.failed

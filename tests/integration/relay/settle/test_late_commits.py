@@ -53,7 +53,7 @@ class LateEnd:
 
         def reached(name: str) -> None:
             publisher: Any = worker.publisher
-            if name == "batch.half_sent" and not self.arrived and publisher._turn % 2 == number:
+            if name == "batch.half_sent" and not self.arrived and publisher._transactions % 2 == number:
                 # The first half is on the broker, and no marker.
                 assert publisher._senders[number].producer.flush(30) == 0
                 self.arrived = self._proxy.release()
