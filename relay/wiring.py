@@ -99,7 +99,7 @@ def build(settings: Settings) -> Supervisor:
     # As of the current turn: at-most-once, rows are deleted before they are sent.
     topics = build_topics(settings, lambda: pauses.obeyed.topics)
     new_publisher = _publisher(settings, topics)
-    wal = _Wal(settings, connect, name, renew_part) if settings.source is SourceKind.WAL else None
+    stream = _stream(settings, connect, name) if settings.source is SourceKind.WAL else None
     registry = CollectorRegistry()
     upkeep = [MaintenanceTask("server", connect.look, _WATCH_SECONDS), *_upkeep(settings, connect, instance, registry)]
     clock = DatabaseClock()
@@ -148,10 +148,10 @@ def build(settings: Settings) -> Supervisor:
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
             ),
             connect=connect,
-            source=_source(settings, connect, renew_part, topics) if wal is None else wal.source,
+            source=_source(settings, connect, renew_part, topics, stream),
             publisher=new_publisher,
-            begin_stream=None if wal is None else wal.begin,
-            end_stream=(lambda: None) if wal is None else wal.end,
+            begin_stream=None if stream is None else stream.begin,
+            end_stream=(lambda: None) if stream is None else stream.end,
             sends_again=settings.delivery is not Delivery.AT_MOST_ONCE,
             upkeep=upkeep,
             besides=besides,
@@ -197,64 +197,34 @@ def _about(settings: Settings) -> dict[str, object]:
     }
 
 
-class _Wal:
-    """The parts of a relay that reads the WAL: one stream for its lanes, all or none."""
-
-    def __init__(self, settings: Settings, connect: Connector, name: str, renew_part: float) -> None:
-        self._settings = settings
-        self._connect = connect
-        self._name = name
-        self._renew_part = renew_part
-        self._failures = build_failures(settings)
-        self._stream: Stream | None = None
-
-    def begin(self, leases: Sequence[Lease]) -> None:
-        settings = self._settings
-        self._stream = Stream(
-            lambda: StreamSession(
-                slot_names(settings),
-                lambda: Replication(settings.require_database(), self._name),
-                self._connect,
-                leases,
-                max_events=4 * settings.relay.batch_size * min(len(leases), 8),
-                heartbeat_seconds=settings.wal.heartbeat_seconds,
-            )
+def _stream(settings: Settings, connect: Connector, name: str) -> Stream:
+    def new_session(leases: Sequence[Lease]) -> StreamSession:
+        return StreamSession(
+            slot_names(settings),
+            lambda: Replication(settings.require_database(), name),
+            connect,
+            leases,
+            max_events=4 * settings.relay.batch_size * min(len(leases), 8),
+            heartbeat_seconds=settings.wal.heartbeat_seconds,
         )
 
-    def end(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
-
-    def source(self, reports: LoopReports) -> Source:
-        assert self._stream is not None
-        return StreamSource(
-            self._connect,
-            self._settings.db_schema,
-            self._failures,
-            stream=self._stream,
-            on_dead=reports.dead,
-            archive=self._settings.relay.archive_days > 0,
-            renew_part=self._renew_part,
-            lock_seconds=self._settings.relay.lease_seconds * LOCK_PART,
-        )
+    return Stream(new_session)
 
 
 def _source(
-    settings: Settings, connect: Connector, renew_part: float, topics: Topics
+    settings: Settings, connect: Connector, renew_part: float, topics: Topics, stream: Stream | None
 ) -> Callable[[LoopReports], Source]:
     router = build_router(settings)
     failures = build_failures(settings)
     at_most_once = settings.delivery is Delivery.AT_MOST_ONCE
-    options: dict[str, Any] = {
-        "archive": settings.relay.archive_days > 0,
-        "renew_part": renew_part,
-        "watch_seconds": settings.relay.watch_seconds,
-        "kept": KeptMarks(),
-    }
+    options: dict[str, Any] = {"archive": settings.relay.archive_days > 0, "renew_part": renew_part}
     if not at_most_once:
         # Otherwise a dead letter that waits longer is lost.
         options["lock_seconds"] = settings.relay.lease_seconds * LOCK_PART
+    if stream is not None:
+        options["stream"] = stream
+    else:
+        options |= {"watch_seconds": settings.relay.watch_seconds, "kept": KeptMarks()}
 
     def must_stay(claim: Claim) -> bool:
         try:
@@ -266,7 +236,9 @@ def _source(
         return False
 
     def new_source(reports: LoopReports) -> Source:
-        source = partial(AtMostOnceSource, on_lost=reports.lost, must_stay=must_stay) if at_most_once else PollingSource
+        source: Callable[..., Source] = PollingSource if stream is None else StreamSource
+        if at_most_once:
+            source = partial(AtMostOnceSource, on_lost=reports.lost, must_stay=must_stay)
         return source(connect, settings.db_schema, failures, on_dead=reports.dead, **options)
 
     return new_source

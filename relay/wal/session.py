@@ -60,26 +60,31 @@ _ENDS: Final = 1000
 
 
 class Stream:
-    """The stream that a relay reads from the WAL for all its lanes: one session after the other. Thread-safe."""
+    """The stream that a relay reads from the WAL while it holds all lanes: one session after the other. Thread-safe."""
 
-    def __init__(self, new_session: Callable[[], StreamSession]) -> None:
+    def __init__(self, new_session: Callable[[Sequence[Lease]], StreamSession]) -> None:
         self._new_session = new_session
         self._lock = threading.Lock()
+        self._leases: Sequence[Lease] = ()
         self._session: StreamSession | None = None
-        self._closed = False
+
+    def begin(self, leases: Sequence[Lease]) -> None:
+        """Let lanes join: these are the leases of all lanes."""
+        with self._lock:
+            self._leases, self._session = leases, None
 
     def join(self, lane: int, published_lsn: int, timeline: int) -> Channel:
-        """Return the lane's channel, with its unsettled events. Raises Unavailable when the stream is closed.
+        """Return the lane's channel, with its unsettled events. Raises Unavailable after ``end``.
 
         ``timeline`` is that of the server that the lane is connected to: it must be that of the stream.
         ``published_lsn`` is the position up to which the lane or its marker has used the WAL: a server without it is
         not the one that was read.
         """
         with self._lock:
-            if self._closed:
+            if not self._leases:
                 raise Unavailable("the stream is closed")
             if self._session is None or self._session.error is not None:
-                self._session = self._new_session()
+                self._session = self._new_session(self._leases)
             return self._session.join(lane, published_lsn, timeline)
 
     @property
@@ -88,11 +93,10 @@ class Stream:
         with self._lock:
             return self._session
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Send the last feedback, and release the slot. Safe to call twice."""
         with self._lock:
-            self._closed = True
-            session = self._session
+            self._leases, session = (), self._session
         if session is not None:
             session.stop()
 

@@ -351,7 +351,8 @@ def test_a_lane_that_asks_another_server_ends_the_session():
         raise AssertionError("not all lanes have joined")
 
     leases = [Lease(lane, 1, 10.0, uptime()) for lane in range(3)]
-    stream = Stream(lambda: StreamSession(SlotNames("outbox", "a", "b"), unreachable, unreachable, leases))
+    stream = Stream(lambda leases: StreamSession(SlotNames("outbox", "a", "b"), unreachable, unreachable, leases))
+    stream.begin(leases)
     old = stream.join(0, 0, 1)
     with pytest.raises(Unavailable, match="timeline 1, Postgres is on 2 now"):
         stream.join(1, 0, 2)
@@ -360,4 +361,4 @@ def test_a_lane_that_asks_another_server_ends_the_session():
     new = stream.join(1, 0, 2)
     assert new.take(1) == []
     assert stream.join(0, 0, 2) is not old
-    stream.close()
+    stream.end()

@@ -252,10 +252,11 @@ class Outboxed:
         assert len(leases) == self.lanes
         # Only what is written later moves a stream at rest, and lanes wait for that before they stream.
         self.stream = stream = Stream(
-            lambda: StreamSession(
+            lambda leases: StreamSession(
                 self.names, lambda: Replication(self.url, "relay"), connect, leases, max_events, heartbeat_seconds=0.05
             )
         )
+        stream.begin(leases)
         failures = Failures("outbox", tried(attempts, backoff, backoff), router)
 
         def source() -> StreamSource:
@@ -348,7 +349,7 @@ class Outboxed:
             source.close()
         self.sources, self.loop = [], None
         if self.stream is not None:
-            self.stream.close()
+            self.stream.end()
             self.stream = None
 
     def add(self, *names: str) -> None:
