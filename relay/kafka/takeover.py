@@ -120,22 +120,14 @@ class Takeover:
                 failed.pop(lease.lane, None)
                 if lease.lane in adopted:
                     continue
-                result = self._adopt(lease, markers[lease.lane])
-                if isinstance(result, OutboxError):
-                    failed[lease.lane] = result
-                else:
-                    adopted[lease.lane] = result
+                try:
+                    adopted[lease.lane] = self._store.adopt(lease, markers[lease.lane], self._own_base)
+                except (LaneLocked, LaneLost, StateLost, SchemaError, StatementCutShort) as error:
+                    failed[lease.lane] = error
             leases = [lease for lease in leases if isinstance(failed.get(lease.lane), LaneLocked)]
             if not leases:
                 break
         return TakenOver(adopted, failed)
-
-    def _adopt(self, lease: Lease, marker: Marker | None) -> tuple[Marker | None, Identity] | OutboxError:
-        """Settle one lane by its marker. Returns the error if it concerns only this lane."""
-        try:
-            return self._store.adopt(lease, marker, self._own_base)
-        except (LaneLocked, LaneLost, StateLost, SchemaError, StatementCutShort) as error:
-            return error
 
     def _rightful(
         self, leases: Sequence[Lease], identity: Identity, failed: dict[int, OutboxError]
