@@ -151,15 +151,16 @@ def test_a_source_that_is_closed_while_it_reads_ahead_says_nothing(source, rows,
 
 
 def test_a_source_that_is_closed_before_its_thread_has_sent_anything_says_nothing(source, rows, caplog, monkeypatch):
-    entered, closing, send = threading.Event(), threading.Event(), source.session.send
+    entered, closing, connection = threading.Event(), threading.Event(), source.session.connection
+    cursor = connection.cursor
 
-    def late(reads, counted):
+    def late(**options):
         if threading.current_thread().name.startswith("background"):
             entered.set()
             assert closing.wait(30)
-        return send(reads, counted)
+        return cursor(**options)
 
-    monkeypatch.setattr(source.session, "send", late)
+    monkeypatch.setattr(connection, "cursor", late)
     shutdown = socket.socket.shutdown
 
     def shut(self, how):
