@@ -81,7 +81,7 @@ def is_pooled(connection: psycopg.Connection[Any]) -> bool:
 
 @contextmanager
 def one_write(connection: psycopg.Connection[Any]) -> Iterator[None]:
-    """Execute one statement that locks rows in this block, behind a pooler too.
+    """Execute one statement that locks rows, or needs settings of its own, in this block, behind a pooler too.
 
     There it needs a transaction, which is sent statement by statement, so that Postgres can end it in between: alone it
     is a pipeline with its settings, and Postgres waits for a pipeline's Sync for as long as the relay sleeps, with the

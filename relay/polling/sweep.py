@@ -36,7 +36,7 @@ import structlog
 from outbox.event import DEAD_LETTER
 from relay.background import interrupt
 from relay.core.ports import Kind
-from relay.database import begin_session, unavailable_on_error
+from relay.database import begin_session, is_pooled, one_write, unavailable_on_error
 from relay.polling.low_water_mark import LOWEST
 from relay.polling.queries import Queries
 from relay.settle.statements import KEEP_TO_THE_INDEX
@@ -160,8 +160,8 @@ class Sweep:
         return found
 
     def _window(self, connection: psycopg.Connection[Any], values: Mapping[str, Any]) -> tuple[int, int, list[int]]:
-        with contextlib.nullcontext() if connection.prepare_threshold is not None else connection.transaction():
-            if connection.prepare_threshold is None:
+        with one_write(connection):
+            if is_pooled(connection):
                 connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             ((rows, above, free),) = connection.execute(self._queries.sweep, values).fetchall()
         return rows, above, free

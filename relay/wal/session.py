@@ -70,6 +70,7 @@ class Stream:
 
     def begin(self, leases: Sequence[Lease]) -> None:
         """Let lanes join: these are the leases of all lanes."""
+        self.end()
         with self._lock:
             self._leases, self._session = leases, None
 
