@@ -28,9 +28,9 @@ class Background:
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
         self._executor: ThreadPoolExecutor | None = None
-        self._work: Future[None] | None = None
+        self._work: Future[object] | None = None
 
-    def start(self, work: Callable[[], None]) -> None:
+    def start(self, work: Callable[[], object]) -> None:
         """Start ``work``. The caller must have waited for the previous work."""
         assert self._work is None, "the connection is in use"
         if self._executor is None:

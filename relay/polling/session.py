@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, LiteralString, NamedTuple
 
 import orjson
@@ -216,14 +217,9 @@ class Session:
 
     def read_ahead(self, plan: TurnPlan | None) -> None:
         """Start to read in the background, if there is something. Nothing else may use the connection meanwhile."""
-        if plan is None:
-            return
-        self.ahead = plan
-
-        def read() -> None:
-            self._read(plan)
-
-        self.settlement.background.start(read)
+        if plan is not None:
+            self.ahead = plan
+            self.settlement.background.start(partial(self._read, plan))
 
     def rows(self, query: LiteralString | sql.Composed, **values: Any) -> list[Any]:
         """Return the rows of a query. Nothing may be in progress."""
