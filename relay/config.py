@@ -71,12 +71,8 @@ def producer_options(settings: Settings) -> dict[str, str]:
     """
     settings.require_kafka()
     if settings.delivery is Delivery.AT_MOST_ONCE:
-        for name in ("acks", "request.required.acks"):
-            if name in settings.kafka:
-                raise ConfigurationError(
-                    f"kafka option {name!r} is set by the relay itself for {settings.delivery}; remove it, and set "
-                    "OUTBOX_RELAY__AT_MOST_ONCE_ACKS to 0 or 1"
-                )
+        acks = {"acks", "request.required.acks"}
+        _refuse_given(settings, acks, "remove it, and set OUTBOX_RELAY__AT_MOST_ONCE_ACKS to 0 or 1")
         _refuse_given(settings, _DELIVERY[settings.delivery].keys() | _RETRIES)
     else:
         # A message that librdkafka gives up can be overtaken: only the turn's deadline ends its retries.
@@ -119,9 +115,9 @@ def producer_options(settings: Settings) -> dict[str, str]:
     return ours | given | own
 
 
-def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:
+def _refuse_given(settings: Settings, names: AbstractSet[str], advice: str = "remove it") -> None:
     for name in sorted(names & settings.kafka.keys()):
-        raise ConfigurationError(f"kafka option {name!r} is set by the relay itself for {settings.delivery}; remove it")
+        raise ConfigurationError(f"kafka option {name!r} is set by the relay itself for {settings.delivery}; {advice}")
 
 
 def state_topic_name(settings: Settings) -> str:
