@@ -218,13 +218,8 @@ class StreamReader:
         failed: dict[int, OutboxError] = {}
         if checked:
             failed |= self._settlement.lost_lanes(checked, checking.fetchall())
-        if settled:
-            # Not in the pipeline: it would lock the lanes' rows until the Sync, which is another message to the server.
-            failpoint("batch.settling")
-            with self._settlement.one_session(settled):
-                sent = self._settlement.send(settled)
-            failed |= self._settlement.finish_sent(sent)
-            failpoint("batch.settled")
+        # Not in the pipeline: it would lock the lanes' rows until the Sync, which is another message to the server.
+        failed |= self._settlement.settle(settled)
         rows: dict[int, dict[int, Sequence[Any]]] = {}
         cuts: dict[int, int] = {}
         for row in found:
