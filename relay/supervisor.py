@@ -26,7 +26,7 @@ import structlog
 
 from outbox._clients.clock import DatabaseClock, uptime
 from outbox.errors import SchemaError
-from relay.core.health import STANDING_LEASES, Health, Wait, WorkerHealth
+from relay.core.health import STANDING_LEASES, Health, WorkerHealth
 from relay.core.lane import LoopSettings, listed
 from relay.core.lease import HeldLanes, Lease, LetGo
 from relay.core.loop import WorkerLoop
@@ -72,8 +72,8 @@ class Components:
     """Whether the next holder of a lane sends again what was in flight. Then other relays may take the lanes as soon as
     this one's session in Postgres has ended; see lanes.py."""
     upkeep: Sequence[MaintenanceTask] = ()
-    besides: Callable[[], Sequence[Wait]] = tuple
-    """Waits other than those of lanes, found by the upkeep tasks."""
+    hanging: Callable[[], Sequence[float]] = tuple
+    """For how many seconds a transaction has hung, for each partition with one."""
     topics: Callable[[], Mapping[str, str]] = dict
     """The topics that can't be written to, with the reasons."""
     grown: Callable[[], Mapping[str, str]] = dict
@@ -154,7 +154,7 @@ class Supervisor:
             held,
             self._worker.loop.turned_at,
             away=self._away,
-            besides=self._components.besides(),
+            hanging=self._components.hanging(),
             topics=self._components.topics(),
             grown=self._components.grown(),
             source_problem=self._source_problem,

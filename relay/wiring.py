@@ -20,7 +20,6 @@ from outbox._app.settings import client_options
 from outbox._clients.clock import DatabaseClock
 from outbox.urls import display_url
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
-from relay.core.health import Wait
 from relay.core.lane import LoopSettings
 from relay.core.lease import Lease
 from relay.core.pauses import CurrentPauses
@@ -125,15 +124,14 @@ def build(settings: Settings) -> Supervisor:
     next_due = NextDue()
     scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
     upkeep.append(MaintenanceTask("scheduled events", scheduled.look, _SCHEDULED_SECONDS))
-    besides: Callable[[], Sequence[Wait]] = tuple
-    hanging: Callable[[], int] = int
+    hanging: Callable[[], Sequence[float]] = tuple
     grown: Callable[[], Mapping[str, str]] = dict
     if exact:
         transactions = TransactionWatch(build_open_transactions(settings))
         partitions = PartitionCounts(client_options(settings), build_router(settings).may_write)
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
         upkeep.append(MaintenanceTask("partitions", partitions.look, _PARTITIONS_SECONDS))
-        besides, hanging, grown = transactions.waits, transactions.hanging, partitions.grown
+        hanging, grown = transactions.hanging, partitions.grown
     relay = Supervisor(
         Components(
             instance=instance,
@@ -154,7 +152,7 @@ def build(settings: Settings) -> Supervisor:
             end_stream=(lambda: None) if stream is None else stream.end,
             sends_again=settings.delivery is not Delivery.AT_MOST_ONCE,
             upkeep=upkeep,
-            besides=besides,
+            hanging=hanging,
             topics=topics.reasons,
             grown=grown,
             meter=meter,
@@ -165,7 +163,7 @@ def build(settings: Settings) -> Supervisor:
             about=_about(settings),
         )
     )
-    registry.register(RelayMetrics(relay.health, topics.reasons, hanging, grown))
+    registry.register(RelayMetrics(relay.health))
     build_info(registry, __version__, settings.delivery, settings.source)
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry, health=relay.health, outbox=settings.name)

@@ -251,7 +251,7 @@ def _help(text: str | None, path: str) -> str:
 
 def metrics_page() -> str:
     """Return the page of all metrics of relays and consumers: names, types, labels, meanings."""
-    relays = RelayMetrics(lambda: Health(True, 1, (), {"slot": 0.0}), list, int, dict)
+    relays = RelayMetrics(lambda: Health(True, 1, (), {"slot": 0.0}))
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
     turns, repairs, build = CollectorRegistry(), CollectorRegistry(), CollectorRegistry()
     build_info(build, "1", "d", "s")

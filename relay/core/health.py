@@ -110,6 +110,10 @@ class Health:
     """Failing tasks other than publishing, with how many seconds each has failed. They leave the worker ready."""
     checks: Sequence[Check] = ()
     """What was looked at, for ``/readyz?verbose``."""
+    hanging_partitions: int = 0
+    """Those in which a transaction hangs."""
+    unusable_topics: Collection[str] = ()
+    grown_topics: Collection[str] = ()
     paused_lanes: Sequence[int] = ()
     paused_topics: Sequence[str] = ()
 
@@ -185,16 +189,16 @@ class WorkerHealth:
         turned_at: float,
         *,
         away: bool = False,
-        besides: Sequence[Wait] = (),
-        topics: Mapping[str, str] | None = None,
-        grown: Mapping[str, str] | None = None,
+        hanging: Sequence[float] = (),
+        topics: Mapping[str, str] = {},
+        grown: Mapping[str, str] = {},
         source_problem: str | None = None,
     ) -> Health:
         """Return the worker's health. ``turned_at`` is when the last turn of its loop ended, by the same clock.
 
-        ``away``: it released its lanes for a relay that reaches the brokers. ``besides``: waits other than those of
-        lanes. ``topics``: those that can't be written to, with the reasons. ``grown``: those that got more partitions.
-        ``source_problem``: why a relay of this source has no lanes to take.
+        ``away``: it released its lanes for a relay that reaches the brokers. ``hanging``: for how many seconds a
+        transaction has hung, for each partition with one. ``topics``: those that can't be written to, with the reasons.
+        ``grown``: those that got more partitions. ``source_problem``: why a relay of this source has no lanes to take.
         """
         now = self._clock()
         with self._lock:
@@ -205,25 +209,26 @@ class WorkerHealth:
                 waits[lease.lane] = _Since(now + left, Reason.LEASE_EXPIRED)
         hangs = now - turned_at >= self._standing
         if hangs:
-            hanging = _Since(turned_at, Reason.TURN_UNFINISHED)
-            waits = {lease.lane: waits.get(lease.lane, hanging) for lease in held}
+            unfinished = _Since(turned_at, Reason.TURN_UNFINISHED)
+            waits = {lease.lane: waits.get(lease.lane, unfinished) for lease in held}
         lane_waits = [Wait(since.reason, [lane], now - since.began) for lane, since in waits.items()]
         control = None if self._control is None else Wait(self._control.reason, [], now - self._control.began)
+        hidden = Wait(Reason.HANGING, [], max(hanging)) if hanging else None
         checks = [
             Check("started", self._started, "" if self._started else "no turn has ended without a failure yet"),
             self._control_check(control, now),
             Check("turns", not hangs, f"none has ended for {now - turned_at:.0f} s" if hangs else ""),
             Check("takes-part", not away, "its lanes are left to a relay that reaches Kafka" if away else ""),
             *self._lane_checks([lease.lane for lease in held], lane_waits),
-            *([Check("transactions", passed=False, text=_text(wait)) for wait in besides] or [_ok("transactions")]),
+            Check("transactions", passed=hidden is None, text="" if hidden is None else _text(hidden)),
             *_uncounted("upkeep", {name: f"for {seconds:.0f} s" for name, seconds in upkeep.items()}),
-            *_uncounted("topic", topics or {}),
+            *_uncounted("topic", topics),
             *(_uncounted("partitions", grown) if grown else []),
             *([Check("source", passed=False, text=source_problem, counts=False)] if source_problem else []),
         ]
         ready = all(check.passed for check in checks if check.counts)
-        found = _by_reason([*lane_waits, *([] if control is None else [control]), *besides])
-        return Health(ready, len(held), found, upkeep, checks)
+        found = _by_reason([*lane_waits, *(wait for wait in (control, hidden) if wait is not None)])
+        return Health(ready, len(held), found, upkeep, checks, len(hanging), list(topics), list(grown))
 
     def _control_check(self, wait: Wait | None, now: float) -> Check:
         if self._ticked_at is None:

@@ -29,7 +29,6 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from outbox._clients.kafka_client import silent_logger
 from outbox.event import CE_ID
-from relay.core.health import Reason, Wait
 from relay.kafka.client import accepted_before, headers_of, reader_options, unavailable_on_kafka_error
 from relay.kafka.offsets import Offsets, Partition, Undecided
 
@@ -167,15 +166,10 @@ class TransactionWatch:
         if was and not self._hanging:
             log.info("no transaction hangs any more")
 
-    def hanging(self) -> int:
-        return len(self._hanging)
-
-    def waits(self) -> list[Wait]:
-        hanging = self._hanging
-        if not hanging:
-            return []
+    def hanging(self) -> list[float]:
+        """Return for how many seconds a transaction has hung, for each partition with one."""
         now = self._clock()
-        return [Wait(Reason.HANGING, [], max(now - each.seen_at for each in hanging))]
+        return [now - each.seen_at for each in self._hanging]
 
     def _is_to_be_examined(self, each: _OpenPartition, now: float) -> bool:
         known = each.found is not None and each.found.whose is not Whose.UNKNOWN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -132,16 +132,9 @@ def build_info(registry: CollectorRegistry, version: str, delivery: str, source:
 
 @dataclass(frozen=True, slots=True)
 class RelayMetrics:
-    """The metrics of a worker's health and of its topics, for a registry.
-
-    hanging  returns the number of partitions in which a transaction hangs.
-    grown    the topics that got more partitions lately.
-    """
+    """The metrics of a worker's health, for a registry."""
 
     health: Callable[[], Health]
-    topics: Callable[[], Collection[str]]
-    hanging: Callable[[], int]
-    grown: Callable[[], Collection[str]]
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield the worker's current health, with every reason, also those without a wait."""
@@ -174,15 +167,15 @@ class RelayMetrics:
         yield gauge(
             "relay_topics_unusable",
             "Topics that are missing or accept no messages; their events wait.",
-            len(self.topics()),
+            len(health.unusable_topics),
         )
         yield gauge(
             "relay_partitions_hanging",
             "Partitions with a hanging transaction, behind which read_committed readers see nothing.",
-            self.hanging(),
+            health.hanging_partitions,
         )
         yield gauge(
             "relay_topics_grown",
             "Exactly-once: topics that got more partitions in the last day, which moved keys.",
-            len(self.grown()),
+            len(health.grown_topics),
         )

@@ -84,9 +84,7 @@ def test_the_check_that_fails_names_what_stands_still(worker):
     assert worker.failed() == ["[-]lane-1 failed: lane_locked for 30 s"]
     worker.health.goes_on([1])
     assert worker.failed(away=True) == ["[-]takes-part failed: its lanes are left to a relay that reaches Kafka"]
-    assert worker.failed(besides=[Wait(Reason.HANGING, [], 90.0)]) == [
-        "[-]transactions failed: hanging_transaction for 90 s"
-    ]
+    assert worker.failed(hanging=[60.0, 90.0]) == ["[-]transactions failed: hanging_transaction for 90 s"]
     worker.health.control_waits(DatabaseUnavailable("away"))
     assert worker.failed() == []
     worker.now += STANDING
