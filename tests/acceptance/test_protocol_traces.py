@@ -6,6 +6,7 @@ A mistake of a relay is found and named, also where no fault made it lose or rep
 from __future__ import annotations
 
 from pathlib import Path
+from secrets import token_hex
 
 import protocol_trace
 import pytest
@@ -103,6 +104,25 @@ def test_what_waits_for_its_topic(rig, outbox_kafka, order):
     assert any(line["step"] == "failed" for line in parts[topic, 0])
     for place, part in parts.items():
         assert traces.check(part, 0, [event for event in places if places[event] == place]) > 4
+
+
+def test_a_refusal_ends_the_transaction_of_other_lanes_and_no_publisher(rig, outbox_kafka):
+    """Both lanes say so: the check knows no refusal, and chaos leaves out lanes that have some."""
+    db.change_lanes(rig.url, 2)
+    small = outbox_kafka.name("Small")
+    outbox_kafka.create_topic(f"{small.lower()}-events", 1, {"max.message.bytes": "5000"})
+    rig.write(4, lanes=2)
+    key = next(key for key in map(str, range(100)) if lane_of(small, key, 2) == 1)
+    write(rig.url, [Event(small, key, "Written", {"text": token_hex(5_000)})])
+    settings = {"create_topics": False, "relay__batch_size": 8, "failures__max_attempts": 1}
+    one = rig.start("one", "exactly-once", **settings)
+    drained(rig.url)
+    ends(one)
+    steps = rig.steps()
+    assert len(rig.seen()) == 4
+    failed = {line["lane"] for line in steps if line["step"] == "failed"}
+    assert failed == {line["lane"] for line in steps if line["step"] == "refused"} == {0, 1}
+    assert sum(line["step"] == "initialized" for line in steps) == 1
 
 
 def test_exactly_once_a_relay_that_sleeps_before_its_commit(rig):

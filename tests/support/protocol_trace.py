@@ -22,7 +22,8 @@ ids         rows: what was read, sent, acknowledged, settled or committed, or wh
 | acked       | Kafka has acknowledged the events, without a transaction                             |
 | settled     | their rows are gone                                                                  |
 | refused     | Kafka or the relay has refused these events; without ids: some were left out of the  |
-|             | transaction, as their topic can't be written to                                      |
+|             | transaction, as their topic can't be written to, or it was aborted as events of      |
+|             | other lanes were refused, and its producer was replaced                              |
 | failed      | the turn failed, or events were left out; the ids are acknowledged in spite of that  |
 | lost        | another relay has the lane                                                           |
 | let_go      | the worker no longer works on the lane                                               |
@@ -243,11 +244,12 @@ class TracedPublisher:
             trace.write("sent", lane, began if trace.transactional else trace.since, ids=positions(claims))
         sent = self._publisher.publish(batches, confirm)
         completed = isinstance(sent, Completed)
+        goes_on = isinstance(sent, Failed) and not sent.publisher_unusable
         receipts = sent.receipts if isinstance(sent, Completed | Failed) else {}
         for lane in batches:
             receipt = receipts.get(lane, Receipt())
             refused = positions([claim for claim, _ in receipt.refused])
-            if refused or (receipt.left_out and trace.transactional):
+            if refused or ((receipt.left_out or goes_on) and trace.transactional):
                 trace.write("refused", lane, began, ids=refused)
             if not trace.transactional:
                 trace.turn[lane] = "acked" if completed and not receipt.left_out else "failed"
