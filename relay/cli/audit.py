@@ -114,10 +114,10 @@ def verify(
     """
     from relay.audit.comparison import audit
 
-    lines, digest = certificates.read(file, sha256)
-    windows = counted(len(lines) - 2, "window")
-    found = audit(load_with_sink(database_url, sink_url), certificates.scope_of(lines))
-    repeated = certificates.differences(lines, found)
+    certificate = certificates.read(file, sha256)
+    windows = counted(len(certificate.windows), "window")
+    found = audit(load_with_sink(database_url, sink_url), certificate.scope)
+    repeated = certificates.differences(certificate, found)
     for text in (*repeated.retried, *repeated.texts):
         say(text)
     if repeated.texts:
@@ -131,7 +131,8 @@ def verify(
             say(f"group {name}: {what}: it has forgotten them, or its tables are elsewhere (--sink-url)")
     gone = [name for name, (compared, _) in repeated.groups.items() if not compared]
     without = f", without group {', '.join(gone)}" if gone else ""
-    say(f"{file}: {repeated.compared} of {windows} can be compared{without}, all as they were; SHA-256 {digest}")
+    compared = f"{file}: {repeated.compared} of {windows} can be compared{without}, all as they were"
+    say(f"{compared}; SHA-256 {certificate.digest}")
     if gone:
         raise typer.Exit(1)
 
