@@ -23,17 +23,14 @@ _KAFKA_SHOWN: Final = frozenset(
 
 def routes(page: Page) -> list[View]:
     def show(request: Request) -> Response:
+        here = page.settings.relay.sink_url is None
         with page.outbox() as connection:
-            about = server(connection)
-            tables = list(table_sizes(connection, page.schema))
-        return page.render(
-            request,
-            "system.html",
-            about=about,
-            tables=tables,
-            settings=list(_shown(page.settings)),
-            consumer_tables=_consumer_tables(page),
-        )
+            values = {
+                "about": server(connection),
+                "tables": table_sizes(connection, page.schema),
+                "consumer_tables": table_sizes(connection, page.settings.consumer_schema) if here else [],
+            }
+        return page.render(request, "system.html", settings=list(_shown(page.settings)), **values)
 
     return [
         View(
@@ -48,13 +45,6 @@ def routes(page: Page) -> list[View]:
             },
         )
     ]
-
-
-def _consumer_tables(page: Page) -> list[Mapping[str, Any]]:
-    if page.settings.relay.sink_url is not None:
-        return []
-    with page.outbox() as connection:
-        return list(table_sizes(connection, page.settings.consumer_schema))
 
 
 def _shown(model: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, bool]]:
