@@ -205,7 +205,7 @@ class Reconciler:
         if not broken and not findings.hanging:
             return []
         self._state.require(len(self._lanes()))
-        with Holding(self._connect, self._names) as holding:
+        with Holding(self._connect, self._settings.db_schema) as holding:
             self._take(holding, broken)
             failpoint("reconcile.taken")
             # All before the search: an open transaction of one lane hides what another has committed behind it.

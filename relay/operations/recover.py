@@ -369,7 +369,7 @@ class Recovery(Reconciler):
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
-        with Holding(self._connect, self._names) as holding:
+        with Holding(self._connect, self._settings.db_schema) as holding:
             self._take(holding, lanes)
             self._find(lanes)
             self._audit_found(reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 import uuid
@@ -28,7 +29,6 @@ from relay.operations.hidden_events import abort_hanging
 from relay.operations.holding import Holding
 from relay.operations.lane_rows import _SETTLE_ROWS, LaneComparison
 from relay.operations.reconcile import Reconciler
-from relay.settle.statements import names_of
 
 __all__ = ["hanging", "outbox", "unverified"]
 
@@ -428,11 +428,12 @@ def test_what_hangs_is_ended_for_good(hanging, monkeypatch):
 def test_the_leases_of_other_lanes_are_renewed_while_one_is_settled(outbox, monkeypatch):
     """A large batch takes longer than a lease lasts."""
     monkeypatch.setattr("relay.operations.holding._RENEW_SECONDS", 0.1)
+    monkeypatch.setattr("relay.lanes._DUE_PART", math.inf)
 
     def renewed() -> set[int]:
         return {lane for (lane,) in outbox.run("SELECT lane FROM outbox.lanes WHERE lease_until > clock_timestamp()")}
 
-    with Holding(Connector(outbox.url, "test"), names_of("outbox")) as holding:
+    with Holding(Connector(outbox.url, "test"), "outbox") as holding:
         with psycopg.connect(outbox.url) as settling:
             settling.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
             with psycopg.connect(outbox.url) as admin:
