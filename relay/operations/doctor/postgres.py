@@ -21,7 +21,7 @@ from relay.operations.recover import CLOCKS
 from relay.operations.wal_setup import FAILOVER_FROM, GENERATED_FROM, Cdc, Status
 from relay.row_access import row_problems
 from relay.settle.settlement import lanes_text
-from relay.settle.statements import names_of
+from relay.settle.statements import STATEMENT_LIMIT, names_of
 from relay.wal.slot import Slot, slot_names
 
 Rows = list[tuple[Any, ...]]
@@ -48,7 +48,6 @@ _HIGHEST: Final = """
 SELECT max((SELECT max(id) FROM {table} AS t WHERE t.lane = l.lane)) FROM generate_series(0, 255) AS l(lane)"""
 
 _HIGHEST_PUBLISHED: Final = "SELECT max(id) FROM {table}"
-_ARCHIVE_TIMEOUT: Final = "SELECT set_config('statement_timeout', '5s', true)"
 # Of the next ones: there may be millions.
 _TOO_LATE: Final = """
 SELECT count(*) FROM (
@@ -248,7 +247,7 @@ def _highest_id(connection: psycopg.Connection[Any], schema: str, table: str) ->
     query = _HIGHEST_PUBLISHED if table == "published" else _HIGHEST
     try:
         with connection.transaction():
-            connection.execute(_ARCHIVE_TIMEOUT)
+            connection.execute(STATEMENT_LIMIT, ("5s",))
             row = connection.execute(sql.SQL(query).format(table=sql.Identifier(schema, table))).fetchone()
     except (errors.QueryCanceled, errors.UndefinedTable, errors.InsufficientPrivilege):
         return None
