@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from outbox._clients.variables import variable
 from outbox.urls import display_url
-from relay.page.api import Rows, View
+from relay.page.api import Rows, view
 from relay.page.page import Page
 from relay.sizes import server, table_sizes
 
@@ -21,30 +21,25 @@ _KAFKA_SHOWN: Final = frozenset(
 )
 
 
-def routes(page: Page) -> list[View]:
-    def show(request: Request) -> Response:
-        here = page.settings.relay.sink_url is None
-        with page.outbox() as connection:
-            values = {
-                "about": server(connection),
-                "tables": table_sizes(connection, page.schema),
-                "consumer_tables": table_sizes(connection, page.settings.consumer_schema) if here else [],
-            }
-        return page.render(request, "system.html", settings=list(_shown(page.settings)), **values)
-
-    return [
-        View(
-            "/system",
-            show,
-            "sizes, dead rows, and the settings of this process without secrets",
-            shows={
-                "about": Mapping[str, Any],
-                "tables": Rows,
-                "settings": Sequence[tuple[str, str, bool]],
-                "consumer_tables": Rows,
-            },
-        )
-    ]
+@view(
+    "/system",
+    "sizes, dead rows, and the settings of this process without secrets",
+    shows={
+        "about": Mapping[str, Any],
+        "tables": Rows,
+        "settings": Sequence[tuple[str, str, bool]],
+        "consumer_tables": Rows,
+    },
+)
+def show(page: Page, request: Request) -> Response:
+    here = page.settings.relay.sink_url is None
+    with page.outbox() as connection:
+        values = {
+            "about": server(connection),
+            "tables": table_sizes(connection, page.schema),
+            "consumer_tables": table_sizes(connection, page.settings.consumer_schema) if here else [],
+        }
+    return page.render(request, "system.html", settings=list(_shown(page.settings)), **values)
 
 
 def _shown(model: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, bool]]:
@@ -69,3 +64,6 @@ def _shown(model: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
             case _:
                 shown = str(value) if field.repr else ("set" if value else "-")
         yield variable(here), "-" if shown in {"", "None"} else shown, changed
+
+
+VIEWS = (show,)
