@@ -103,16 +103,6 @@ class Findings:
     def problems(self) -> list[LaneComparison]:
         return [state for state in self.lanes if state.problem is not None]
 
-    @property
-    def of_others(self) -> list[HangingPartition]:
-        """The partitions that wait for a transaction of another program, which is never aborted."""
-        return [part for part in self.hanging if part.events == 0]
-
-    @property
-    def left_alone(self) -> list[HangingPartition]:
-        """The partitions that a repair leaves as they are: those of others, and what an abort would lose."""
-        return [part for part in self.hanging if part.events == 0 or part.held < part.events]
-
 
 class Reconciler:
     """Compares lanes with their topics, and repairs them. Not on a standby.

@@ -455,7 +455,7 @@ def _hides(hanging: Sequence[HangingPartition]) -> str:
             f"{found.topic!r} partition {found.partition} waits, at offset {found.stable}, for the end of a "
             f"transaction with perhaps {counted(found.events, 'event')}, of which the outbox has {found.held}. If a "
             "program has it open, end that, or wait for its time-out. Else "
-            + (f"save what the outbox does not have: {found.read} > saved; then " if found.held < found.events else "")
+            + (f"save what the outbox does not have: {found.read} > saved; then " if found.would_lose else "")
             + f"abort it: {found.command}"
             for found in hanging
         )

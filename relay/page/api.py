@@ -83,10 +83,6 @@ def _plain(value: Any) -> Any:
             return str(value)
         case bytes() | memoryview():
             return base64.b64encode(value).decode()
-        case Mapping():
-            return dict(value)
-        case Sequence() | set() | frozenset():
-            return list(value)
     if hasattr(value, "as_dict"):
         return value.as_dict()
     if dataclasses.is_dataclass(value):

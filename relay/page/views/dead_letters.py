@@ -148,7 +148,7 @@ class _RelaySide:
     def discard(self, selection: Selection, reason: str) -> str:
         with self._page.outbox() as connection:
             gone = DeadLetters(connection, self._page.schema).discard(selection, reason)
-        return f"{_were(len(gone), 'event')} discarded{_locked(gone.locked)}"
+        return f"{counted(len(gone), 'event', 'was')} discarded{_locked(gone.locked)}"
 
 
 class _ConsumerSide:
@@ -222,7 +222,7 @@ class _ConsumerSide:
         with self._page.consumers.opened(consumer_letters.DeadLetters) as letters:
             done = letters.discard(selection, reason)
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
-        return f"{_were(len(done.gone), 'message')} discarded{freed}"
+        return f"{counted(len(done.gone), 'message', 'was')} discarded{freed}"
 
     def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_letters.Filter, dict[str, str]]:
         values = {name: get(name) for name in self.filters}
@@ -233,10 +233,6 @@ class _ConsumerSide:
 
 def _given(filters: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in filters.items() if value is not None}
-
-
-def _were(count: int, noun: str) -> str:
-    return f"{counted(count, noun)} {'was' if count == 1 else 'were'}"
 
 
 def _locked(event_ids: Sequence[str]) -> str:
