@@ -131,8 +131,8 @@ def verify(
             say(f"group {name}: {what}: it has forgotten them, or its tables are elsewhere (--sink-url)")
     gone = [name for name, (compared, _) in repeated.groups.items() if not compared]
     without = f", without group {', '.join(gone)}" if gone else ""
-    compared = f"{file}: {repeated.compared} of {windows} can be compared{without}, all as they were"
-    say(f"{compared}; SHA-256 {certificate.digest}")
+    found_equal = f"{repeated.compared} of {windows} can be compared{without}, all as they were"
+    say(f"{file}: {found_equal}; SHA-256 {certificate.digest}")
     if gone:
         raise typer.Exit(1)
 

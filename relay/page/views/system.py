@@ -34,12 +34,14 @@ _KAFKA_SHOWN: Final = frozenset(
 def show(page: Page, request: Request) -> Response:
     here = page.settings.relay.sink_url is None
     with page.outbox() as connection:
-        values = {
-            "about": server(connection),
-            "tables": table_sizes(connection, page.schema),
-            "consumer_tables": table_sizes(connection, page.settings.consumer_schema) if here else [],
-        }
-    return page.render(request, "system.html", settings=list(_shown(page.settings)), **values)
+        return page.render(
+            request,
+            "system.html",
+            about=server(connection),
+            tables=table_sizes(connection, page.schema),
+            settings=list(_shown(page.settings)),
+            consumer_tables=table_sizes(connection, page.settings.consumer_schema) if here else [],
+        )
 
 
 def _shown(model: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, bool]]:
