@@ -371,10 +371,7 @@ class Recovery(Reconciler):
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
         with Holding(self._connect, self._settings.db_schema) as holding:
             self._take(holding, lanes)
-            self._find(lanes)
-            self._audit_found(reason)
-            for lane in lanes:
-                self._rows.settle(lane, holding.values([lane]))
+            self._settle_found(holding, lanes, reason)
 
     def _find(self, lanes: Sequence[int]) -> None:
         """Find what the comparison has found, too: it began earlier, and read more topics."""

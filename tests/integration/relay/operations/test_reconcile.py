@@ -62,7 +62,7 @@ def filled(outbox: Outbox, *large: int) -> dict[int, int]:
     return published
 
 
-def test_six_of_eight_lanes_with_many_rows_in_one_and_two_kills(outbox):
+def test_six_of_eight_lanes_with_many_rows_in_one_and_three_kills(outbox):
     published = filled(outbox, 26_000, 100)
     wanted = {row[1] for lane in range(6) for row in outbox.rows(lane)}
     others = [outbox.lane(lane) for lane in (6, 7)]
@@ -71,6 +71,8 @@ def test_six_of_eight_lanes_with_many_rows_in_one_and_two_kills(outbox):
     states = {state["lane"]: state for state in json.loads(looked.stdout)["lanes"]}
     assert {lane: state["found"] for lane, state in states.items() if state["problem"]} == published
     assert states[2]["rows"] == 26_100
+    killed = outbox.reconcile("--apply", "--reason", "at once", failpoints="reconcile.taken=kill")
+    assert killed.returncode == -signal.SIGKILL
     # A lane settles its pages and then an empty one, so lanes 0 and 1 have four: the sixth is the large one's second of
     # three.
     killed = outbox.reconcile("--apply", "--reason", "first", failpoints="reconcile.settling=kill@6")
@@ -100,7 +102,7 @@ def test_six_of_eight_lanes_with_many_rows_in_one_and_two_kills(outbox):
     assert [outbox.lane(lane) for lane in (6, 7)] == others
     # Each time, all six had their problem still.
     broken = "SELECT why, (details ->> 'lane')::integer FROM outbox.audit WHERE what = 'reconcile' ORDER BY id"
-    assert outbox.run(broken) == [(why, lane) for why in ("first", "second", "third") for lane in range(6)]
+    assert outbox.run(broken) == [(why, lane) for why in ("at once", "first", "second", "third") for lane in range(6)]
 
 
 def test_one_lane_alone_and_each_topic_once(outbox, monkeypatch):
