@@ -48,6 +48,7 @@ _HIGHEST: Final = """
 SELECT max((SELECT max(id) FROM {table} AS t WHERE t.lane = l.lane)) FROM generate_series(0, 255) AS l(lane)"""
 
 _HIGHEST_PUBLISHED: Final = "SELECT max(id) FROM {table}"
+_ARCHIVE_LIMIT: Final = "5s"
 # Of the next ones: there may be millions.
 _TOO_LATE: Final = """
 SELECT count(*) FROM (
@@ -247,7 +248,7 @@ def _highest_id(connection: psycopg.Connection[Any], schema: str, table: str) ->
     query = _HIGHEST_PUBLISHED if table == "published" else _HIGHEST
     try:
         with connection.transaction():
-            connection.execute(STATEMENT_LIMIT, ("5s",))
+            connection.execute(STATEMENT_LIMIT, (_ARCHIVE_LIMIT,))
             row = connection.execute(sql.SQL(query).format(table=sql.Identifier(schema, table))).fetchone()
     except (errors.QueryCanceled, errors.UndefinedTable, errors.InsufficientPrivilege):
         return None
