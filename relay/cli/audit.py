@@ -16,7 +16,7 @@ from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError
 from relay.audit import certificate as certificates
 from relay.audit.findings import EQUAL, Audit, Scope, WindowAudit
-from relay.cli.status import SinkOption, load_with_sink
+from relay.cli.session import SinkOption, load_with_sink
 from relay.config import Settings
 
 app = typer.Typer(
