@@ -197,11 +197,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        access: Access,
-        origins: Collection[str],
-        broken: Callable[[Request, Exception], Response],
+        self, app: ASGIApp, access: Access, origins: Collection[str], broken: Callable[[Request, Exception], Response]
     ) -> None:
         self._app = app
         self._broken = broken
