@@ -93,9 +93,6 @@ SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason,
               ORDER BY 1) AS unconfirmed
   FROM {pauses} AS p ORDER BY p.scope, p.name"""
 
-_HOLDS_FIRST: Final = """
-SELECT coalesce(owner = %(instance)s AND lease_until > clock_timestamp(), false) FROM {lanes} ORDER BY lane LIMIT 1"""
-
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
@@ -266,14 +263,6 @@ def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
         return replace(state, hidden={**state.hidden, **visible.hidden})
     # The slot's own figures need the lanes' positions.
     return state if known is None or "lanes" in state.hidden else replace(state, slot=_slot(connection, known))
-
-
-def holds_first_lane(connection: psycopg.Connection[Any], schema: str, instance: str) -> bool:
-    """Return whether a relay holds the first lane. Raises Unavailable or SchemaError."""
-    with unavailable_on_error("looking at the first lane"):
-        query = sql.SQL(_HOLDS_FIRST).format(**names_of(schema))
-        row = connection.execute(query, {"instance": instance}).fetchone()
-    return row is not None and bool(row[0])
 
 
 def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxState:

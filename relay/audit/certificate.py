@@ -11,14 +11,14 @@ import datetime as dt
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal, NamedTuple
 
 import orjson
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from outbox import __version__
 from outbox._clients.counting import counted
@@ -29,21 +29,18 @@ from relay.config import Settings
 
 _BEGIN: Final = "0" * 64
 
-
-def _with_zone(text: str) -> str:
-    if dt.datetime.fromisoformat(text).tzinfo is None:
-        raise ValueError("a time without its zone")
-    return text
-
-
 _Sum = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-_Time = Annotated[str, AfterValidator(_with_zone)]
 
 
-class _Head(BaseModel):
+class _Line(BaseModel):
+    model_config = ConfigDict(strict=True)
+    previous: str = ""
+
+
+class _Head(_Line):
     format: Literal[1]
-    since: _Time
-    until: _Time
+    since: AwareDatetime
+    until: AwareDatetime
     topics: list[str] | None
     group: str | None
     partial: list[str]
@@ -55,19 +52,56 @@ class _Group(BaseModel):
     sum: _Sum
 
 
-class _Window(BaseModel):
+class _Window(_Line):
     topic: str
-    start: str
+    start: AwareDatetime
     committed: int
     kafka: int
     sums: dict[str, _Sum]
     failed: _Sum
     groups: dict[str, _Group]
 
+    @classmethod
+    def of(cls, one: WindowAudit) -> _Window:
+        assert one.committed is not None
+        return cls(
+            topic=one.window.topic,
+            start=one.window.start,
+            committed=one.committed,
+            kafka=one.kafka,
+            sums={name: f"{value:032x}" for name, value in one.sums.items()},
+            failed=f"{one.failed:032x}",
+            groups={
+                name: _Group(applied=count.applied, sum=f"{count.hashes:032x}") for name, count in one.groups.items()
+            },
+        )
 
-class _End(BaseModel):
-    windows: int
+    def figures(self) -> dict[str, object]:
+        """Return what is compared, each with its name for operators."""
+        found: dict[str, object] = {"committed": self.committed, "kafka": self.kafka}
+        found |= {f"the sum of ids of {name}": value for name, value in sorted(self.sums.items())}
+        for name, group in sorted(self.groups.items()):
+            found[f"applied by group {name}"] = group.applied
+            found[f"the sum of ids applied by group {name}"] = group.sum
+        return found
+
+
+class _End(_Line):
     differences: Literal[0]
+
+
+class Certificate(NamedTuple):
+    """A certificate that was read. ``digest`` is the hash of its last line."""
+
+    head: _Head
+    windows: Sequence[_Window]
+    digest: str
+
+    @property
+    def scope(self) -> Scope:
+        """What to audit, to repeat its sums."""
+        one = self.head
+        return Scope(one.since, one.until, one.topics, one.group, one.partial, bytes.fromhex(one.key))
 
 
 @dataclass(slots=True)
@@ -124,108 +158,88 @@ def _replace(path: Path, contents: bytes) -> None:
         raise ConfigurationError(f"no certificate was written to {path}: {error.strerror}") from error
 
 
-def read(path: Path, digest: str | None = None) -> tuple[list[dict[str, Any]], str]:
-    """Return a certificate's lines, and the hash of the last one, which must be ``digest`` if that is given.
+def read(path: Path, digest: str | None = None) -> Certificate:
+    """Return a certificate. The hash of its last line must be ``digest`` if that is given.
 
     Raises ConfigurationError for a file that is none, that has no window, or that was changed.
     """
     try:
-        raw = path.read_bytes().splitlines()
-        lines = [orjson.loads(line) for line in raw]
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigurationError(f"{path} can't be read: {error.strerror}") from error
-    except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"{path}: this is no certificate: not each line is a JSON object: {error}") from error
-    before = _BEGIN
-    for number, (line, values) in enumerate(zip(raw, lines, strict=True), 1):
-        if not isinstance(values, dict) or values.get("previous") != before:
-            raise ConfigurationError(f"{path}: line {number} does not follow the line before it: the file was changed")
-        before = hashlib.sha256(line).hexdigest()
-    if len(lines) < 3 or lines[-1].get("windows") != len(lines) - 2:
+    if len(lines) < 3:
         raise ConfigurationError(f"{path}: this is no certificate, or its end is missing")
     try:
-        _Head.model_validate(lines[0])
-        for line in lines[1:-1]:
-            _Window.model_validate(line)
-        _End.model_validate(lines[-1])
+        head = _Head.model_validate_json(lines[0])
+        windows = [_Window.model_validate_json(line) for line in lines[1:-1]]
+        end = _End.model_validate_json(lines[-1])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ConfigurationError(f"{path}: this is no certificate: {where}: {first['msg']}") from error
+        raise ConfigurationError(f"{path}: this is no certificate, or was changed: {where}: {first['msg']}") from error
+    before = _BEGIN
+    for number, (line, values) in enumerate(zip(lines, (head, *windows, end), strict=True), 1):
+        if values.previous != before:
+            raise ConfigurationError(f"{path}: line {number} does not follow the line before it: the file was changed")
+        before = hashlib.sha256(line).hexdigest()
     if digest is not None and digest.lower() != before:
         raise ConfigurationError(f"{path}: its last line has the SHA-256 {before}, not {digest}: the file was changed")
-    return lines, before
+    return Certificate(head, windows, before)
 
 
-def scope_of(lines: list[dict[str, Any]]) -> Scope:
-    """Return what to audit, to repeat a certificate's sums."""
-    head = lines[0]
-    since, until = (dt.datetime.fromisoformat(head[name]) for name in ("since", "until"))
-    return Scope(
-        since, until, head.get("topics"), head.get("group"), head.get("partial", ()), bytes.fromhex(head["key"])
-    )
-
-
-def differences(lines: list[dict[str, Any]], found: Audit) -> Repeated:
+def differences(certificate: Certificate, found: Audit) -> Repeated:
     """Return what an audit has found of a certificate's windows.
 
     Windows of which Kafka or the archive has deleted something since can't be compared, nor groups that have forgotten
     them or are not there.
     """
-    now = {(one.window.topic, one.window.start.isoformat()): one for one in found.windows}
+    now = {(one.window.topic, one.window.start): one for one in found.windows}
     repeated = Repeated()
     texts, retried = repeated.texts, repeated.retried
     of_groups, here = Counter[str](), Counter[str]()
-    for line in lines[1:-1]:
-        one = now.get((line["topic"], line["start"]))
+    for certified in certificate.windows:
+        one = now.get((certified.topic, certified.start))
         if one is None or one.state == EXPIRED or one.committed is None:
             continue
         repeated.compared += 1
-        of_groups.update(line["groups"].keys())
-        here.update(line["groups"].keys() & one.groups.keys())
+        of_groups.update(certified.groups.keys())
+        here.update(certified.groups.keys() & one.groups.keys())
+        name = f"{certified.topic} {certified.start.isoformat()}"
         if one.state == DIFFERENT:
             # The sums are over ids: a payload, a place or an order changes none.
             counts = found.counts.get(one.window, Counter[str]())
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-            texts.append(f"{line['topic']} {line['start']}: {kinds or 'different'}; `outbox audit` names the events")
-        values = _window(one)
-        known = _with_retried(line, values)
-        if known is not line:
-            added = counted(one.kafka - line["kafka"], "event")
-            retried.append(f"{line['topic']} {line['start']}: {added} more on Kafka, by a retry: dead letters then")
-        pairs = [(name, known[name], values[name]) for name in ("committed", "kafka")]
-        pairs += [
-            (f"the sum of ids of {name}", known["sums"][name], values["sums"][name])
-            for name in sorted(known["sums"].keys() & values["sums"].keys())
-        ]
-        for name in sorted(known["groups"].keys() & values["groups"].keys()):
-            before, after = known["groups"][name], values["groups"][name]
-            pairs.append((f"applied by group {name}", before["applied"], after["applied"]))
-            pairs.append((f"the sum of ids applied by group {name}", before["sum"], after["sum"]))
+            texts.append(f"{name}: {kinds or 'different'}; `outbox audit` names the events")
+        values = _Window.of(one)
+        known = _with_retried(certified, values)
+        if known is not certified:
+            added = counted(one.kafka - certified.kafka, "event")
+            retried.append(f"{name}: {added} more on Kafka, by a retry: dead letters then")
+        figures = values.figures()
         texts += [
-            f"{line['topic']} {line['start']}: {name} is {after}, was {before}"
-            for name, before, after in pairs
-            if before != after
+            f"{name}: {what} is {figures[what]}, was {before}"
+            for what, before in known.figures().items()
+            if figures.get(what, before) != before
         ]
     repeated.groups = {name: (here[name], count) for name, count in sorted(of_groups.items())}
     return repeated
 
 
-def _with_retried(line: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line as a retry of dead letters has made it: the sums prove that Kafka has got these, and nothing else.
+def _with_retried(certified: _Window, values: _Window) -> _Window:
+    """Return a window as a retry of dead letters has made it: the sums prove that Kafka got these, and nothing else.
 
-    It is the line itself if there was none, or more than that.
+    It is the window itself if there was none, or more than that.
     """
-    added = _less(values["sums"]["kafka"], line["sums"]["kafka"])
-    if added == 0 or added != _less(line["failed"], values["failed"]):
-        return line
+    added = _less(values.sums["kafka"], certified.sums["kafka"])
+    if added == 0 or added != _less(certified.failed, values.failed):
+        return certified
     groups = {
-        name: values["groups"][name]
-        for name, before in line["groups"].items()
-        if name in values["groups"] and _less(values["groups"][name]["sum"], before["sum"]) == added
+        name: values.groups[name]
+        for name, before in certified.groups.items()
+        if name in values.groups and _less(values.groups[name].sum, before.sum) == added
     }
-    sums = line["sums"] | {"kafka": values["sums"]["kafka"]}
-    return {**line, "kafka": values["kafka"], "sums": sums, "groups": line["groups"] | groups}
+    sums = certified.sums | {"kafka": values.sums["kafka"]}
+    return certified.model_copy(update={"kafka": values.kafka, "sums": sums, "groups": certified.groups | groups})
 
 
 def _less(one: str, other: str) -> int:
@@ -233,8 +247,7 @@ def _less(one: str, other: str) -> int:
 
 
 def _lines(found: Audit, scope: Scope, settings: Settings) -> Iterator[bytes]:
-    windows = [one for one in found.windows if one.state == EQUAL and one.committed is not None]
-    before = _BEGIN
+    windows = [_Window.of(one) for one in found.windows if one.state == EQUAL and one.committed is not None]
     head = {
         "format": 1,
         "outbox": settings.name,
@@ -249,21 +262,8 @@ def _lines(found: Audit, scope: Scope, settings: Settings) -> Iterator[bytes]:
         "written_at": dt.datetime.now(dt.UTC),
     }
     end = {"windows": len(windows), "open": sum(one.state == OPEN for one in found.windows), "differences": 0}
-    for values in (head, *map(_window, windows), end):
+    before = _BEGIN
+    for values in (head, *(one.model_dump() for one in windows), end):
         line = orjson.dumps({**values, "previous": before}, option=orjson.OPT_SORT_KEYS)
         before = hashlib.sha256(line).hexdigest()
         yield line
-
-
-def _window(one: WindowAudit) -> Mapping[str, Any]:
-    return {
-        "topic": one.window.topic,
-        "start": one.window.start.isoformat(),
-        "committed": one.committed,
-        "kafka": one.kafka,
-        "sums": {name: f"{value:032x}" for name, value in one.sums.items()},
-        "failed": f"{one.failed:032x}",
-        "groups": {
-            name: {"applied": count.applied, "sum": f"{count.hashes:032x}"} for name, count in one.groups.items()
-        },
-    }

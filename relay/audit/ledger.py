@@ -246,12 +246,6 @@ def _exists(connection: psycopg.Connection[Any], schema: str) -> bool:
 
 
 def _names(schema: str, connection: psycopg.Connection[Any]) -> dict[str, sql.Composable]:
-    own = {name: sql.Identifier(schema, name) for name in ("ledger", "ledger_state", "published", "events")}
-    quoted = {f"{name}_name": sql.Literal(table.as_string(connection)) for name, table in own.items()}
-    return {
-        **names_of(schema),
-        **own,
-        **quoted,
-        "function": sql.Identifier(schema, "count_in_ledger"),
-        "modulus": sql.SQL(str(MODULUS)),
-    }
+    names = names_of(schema) | {"function": sql.Identifier(schema, "count_in_ledger"), "modulus": sql.SQL(str(MODULUS))}
+    quoted = ("ledger", "ledger_state", "published", "events")
+    return names | {f"{name}_name": sql.Literal(names[name].as_string(connection)) for name in quoted}

@@ -244,7 +244,7 @@ class Tables:
         ce_time: bool = True,
     ) -> None:
         self._connection = connection
-        self._names = _pieces(names_of(schema) | {"ledger": sql.Identifier(schema, "ledger")})
+        self._names = _pieces(names_of(schema))
         self._router = router
         self._topics = topics
         self._bound: dict[str, Any] = {

@@ -224,9 +224,7 @@ class Topics:
             self._others_end[place] = offset + 1
 
     def _read_extents(
-        self,
-        extents: Mapping[Partition, Extent],
-        add: Callable[[Partition, int, Message, Mapping[str, Any]], None],
+        self, extents: Mapping[Partition, Extent], add: Callable[[Partition, int, Message, Mapping[str, Any]], None]
     ) -> None:
         starts = {place: extent.start for place, extent in extents.items() if extent.start < extent.end}
         ends = {place: extent.end for place, extent in extents.items()}

@@ -16,7 +16,7 @@ from outbox._clients.counting import counted
 from outbox.errors import ConfigurationError
 from relay.audit import certificate as certificates
 from relay.audit.findings import EQUAL, Audit, Scope, WindowAudit
-from relay.cli.status import SinkOption, load_with_sink
+from relay.cli.session import SinkOption, load_with_sink
 from relay.config import Settings
 
 app = typer.Typer(
@@ -114,10 +114,10 @@ def verify(
     """
     from relay.audit.comparison import audit
 
-    lines, digest = certificates.read(file, sha256)
-    windows = counted(len(lines) - 2, "window")
-    found = audit(load_with_sink(database_url, sink_url), certificates.scope_of(lines))
-    repeated = certificates.differences(lines, found)
+    certificate = certificates.read(file, sha256)
+    windows = counted(len(certificate.windows), "window")
+    found = audit(load_with_sink(database_url, sink_url), certificate.scope)
+    repeated = certificates.differences(certificate, found)
     for text in (*repeated.retried, *repeated.texts):
         say(text)
     if repeated.texts:
@@ -131,7 +131,8 @@ def verify(
             say(f"group {name}: {what}: it has forgotten them, or its tables are elsewhere (--sink-url)")
     gone = [name for name, (compared, _) in repeated.groups.items() if not compared]
     without = f", without group {', '.join(gone)}" if gone else ""
-    say(f"{file}: {repeated.compared} of {windows} can be compared{without}, all as they were; SHA-256 {digest}")
+    found_equal = f"{repeated.compared} of {windows} can be compared{without}, all as they were"
+    say(f"{file}: {found_equal}; SHA-256 {certificate.digest}")
     if gone:
         raise typer.Exit(1)
 

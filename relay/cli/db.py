@@ -243,8 +243,7 @@ def roles(
     ] = None,
     database_url: DatabaseUrl = None,
     schema: Annotated[
-        str | None,
-        typer.Option(help="OUTBOX_SCHEMA; for kinds in the consumers' schema OUTBOX_CONSUMER_SCHEMA"),
+        str | None, typer.Option(help="OUTBOX_SCHEMA; for kinds in the consumers' schema OUTBOX_CONSUMER_SCHEMA")
     ] = None,
     wal: Annotated[
         bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE")

@@ -323,9 +323,7 @@ class _Messages:
 
 def _done(count: int, noun: str, done: str) -> str:
     """Return what was done with them: ``retried`` or ``discarded``."""
-    if done == "retried":
-        return f"{counted(count, noun)} will be retried"
-    return f"{counted(count, noun)} {'was' if count == 1 else 'were'} discarded"
+    return f"{counted(count, noun)} will be {done}" if done == "retried" else f"{counted(count, noun, 'was')} {done}"
 
 
 def _require_found(selection: messages.Selection, found: Sequence[int]) -> None:

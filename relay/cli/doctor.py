@@ -10,7 +10,7 @@ import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, print_json, printable
 from outbox._clients.checks import Level
-from relay.cli.status import SinkOption, load_with_sink
+from relay.cli.session import SinkOption, load_with_sink
 
 _INDENT: Final = " " * len("failure  ")
 

@@ -83,8 +83,7 @@ def recover(
         if (shared := shared_source_note(settings)) and (found.lost or found.unsure):
             say(f"Note: {shared}")
         if done.resent:
-            were = "was" if done.resent == 1 else "were"
-            say(f"{counted(done.resent, 'event')} {were} put back into the outbox, to be published again")
+            say(f"{counted(done.resent, 'event', 'was')} put back into the outbox, to be published again")
     if done.locked:
         raise error_of_locked(done.locked)
     if dry_run and found.differs:

@@ -141,8 +141,8 @@ def reconcile(
         print_json({"lanes": findings.lanes, "hanging": findings.hanging, "repaired": repaired})
     else:
         _print_findings(findings, repaired, apply=apply)
-    left = findings.left_alone if apply else [*findings.problems, *findings.hanging]
-    if left:
+    alone = [part for part in findings.hanging if part.of_another or part.would_lose]
+    if alone or (not apply and (findings.problems or findings.hanging)):
         raise typer.Exit(1)
 
 
@@ -192,9 +192,9 @@ def _print_findings(findings: Findings, repaired: Sequence[LaneComparison], *, a
             f"the end of a transaction. {counted(part.events, 'event')} may be in it; the outbox still has the rows of "
             f"{part.held}"
         )
-        if part in findings.of_others:
+        if part.of_another:
             say(f"  of another program, and left alone. If that does not need its records, abort it: {part.command}")
-        elif part in findings.left_alone:
+        elif part.would_lose:
             say(f"  aborting it would lose the others; it is left alone. {part.way_out}")
         elif not apply:
             say("  abort it, and publish them again")

@@ -68,4 +68,4 @@ def replay(
     if as_json:
         print_json({**found, "dry_run": dry_run, "sent": sent})
     elif sent:
-        say(f"{counted(sent, 'event')} {'is' if sent == 1 else 'are'} in the outbox again")
+        say(f"{counted(sent, 'event', 'is')} in the outbox again")

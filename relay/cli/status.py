@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, print_json, printable, table_console, text_table
 from outbox._app.text import age_text, bytes_text, time_text
 from outbox._clients.counting import counted
-from relay.config import Settings, load
+from relay.cli.session import SinkOption, load_with_sink
 from relay.insights import COUNTED, LaneState, OutboxState, RelayState
 
 if TYPE_CHECKING:
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 
 _FEW_LANES: Final = 16
 """The number of lanes that have a row of their own: those without a holder or with the oldest events."""
-
-SinkOption = Annotated[
-    str | None, typer.Option("--sink-url", help="The consumers' database, if it is another one; OUTBOX_RELAY__SINK_URL")
-]
-
-
-def load_with_sink(database_url: str | None, sink_url: str | None, **given: Any) -> Settings:
-    """Return the settings, with these options of a command. Raises ConfigurationError."""
-    return load(database_url=database_url, relay=None if sink_url is None else {"sink_url": sink_url}, **given)
 
 
 def status(

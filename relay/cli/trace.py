@@ -11,8 +11,7 @@ import typer
 from outbox._app.console import AsJson, DatabaseUrl, print_json, printable, say_if_more, table_console, text_table
 from outbox._app.text import as_utc, time_text
 from outbox.errors import ConfigurationError
-from relay.cli.session import outbox_session
-from relay.cli.status import SinkOption, load_with_sink
+from relay.cli.session import SinkOption, load_with_sink, outbox_session
 
 if TYPE_CHECKING:
     from relay.pipeline.trace import Found

@@ -13,7 +13,7 @@ import typer
 
 from outbox._app.console import DatabaseUrl
 from outbox.errors import MissingExtra
-from relay.cli.status import SinkOption, load_with_sink
+from relay.cli.session import SinkOption, load_with_sink
 
 
 def web(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -16,7 +17,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 
-from outbox.consumer.admin.offsets import Group, Offsets, PartitionOffsets
+from outbox.consumer.admin.offsets import Group, Offsets
 from outbox.consumer.admin.status import GroupCounts, has_tables, read_counts
 from outbox.consumer.errors import ConsumerUnavailable, NotAuthorized
 from outbox.consumer.kafka_admin import KafkaAdmin
@@ -192,11 +193,11 @@ class GroupWatch:
                 ((now,),) = connection.execute("SELECT clock_timestamp()").fetchall()
         if away is not None:
             raise BrokerUnavailable(away)
-        lags: dict[tuple[str, str], int] = {}
+        lags = Counter[tuple[str, str]]()
         for group in groups:
             for one in group.positions:
                 if one.lag is not None:
-                    lags[group.group, one.topic] = lags.get((group.group, one.topic), 0) + one.lag
+                    lags[group.group, one.topic] += one.lag
         try:
             late, waits = _late(groups, now, self._kafka), self._waits(groups, now, self._kafka)
         except (NotAuthorized, ConsumerUnavailable) as error:
@@ -215,7 +216,7 @@ class GroupWatch:
                     seconds = max((now - (one.updated_at or group.taken_at)).total_seconds(), 0.0)
                     waits[group.group, one.topic, one.part] = seconds
                     if seconds > _MOVING_SECONDS:
-                        still[group.group, one.topic, one.part, _next(one)] = seconds
+                        still[group.group, one.topic, one.part, one.first_waiting()] = seconds
         self._since = {position: at for position, at in self._since.items() if position in still}
         if new := still.keys() - self._since.keys():
             self._since |= _waiting_since({position: still[position] for position in new}, now, kafka)
@@ -224,16 +225,14 @@ class GroupWatch:
         return waits
 
 
-def _late(groups: Sequence[Group], now: dt.datetime, kafka: KafkaAdmin) -> dict[tuple[str, str], int]:
+def _late(groups: Sequence[Group], now: dt.datetime, kafka: KafkaAdmin) -> Counter[tuple[str, str]]:
     """Return how many offsets are late, by group and topic. One request to each broker, if there is any lag."""
     lagging = [(group.group, one) for group in groups for one in group.positions if one.lag and one.end is not None]
     at = now - dt.timedelta(seconds=LATE_SECONDS)
     first_newer = kafka.at_time({(one.topic, one.part) for _, one in lagging}, at)
-    late: dict[tuple[str, str], int] = {}
+    late = Counter[tuple[str, str]]()
     for group, one in lagging:
-        newer, end = first_newer[one.topic, one.part], one.end or 0
-        behind = max((end if newer is None else min(newer, end)) - _next(one), 0)
-        late[group, one.topic] = late.get((group, one.topic), 0) + behind
+        late[group, one.topic] += one.waiting_before(first_newer[one.topic, one.part])
     return late
 
 
@@ -259,11 +258,6 @@ def _waiting_since(
         }
         since |= dict.fromkeys(left, at)
     return since
-
-
-def _next(one: PartitionOffsets) -> int:
-    """Return the offset of the first waiting message: that of Kafka's log where the group has not read it yet."""
-    return max(one.next_offset or 0, one.first or 0)
 
 
 def _moved(group: Group) -> dt.datetime:

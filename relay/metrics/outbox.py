@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from relay import insights
 from relay.core.pauses import ScopeKind
 from relay.database import Connector
-from relay.insights import OutboxState, Verified
+from relay.insights import LaneState, OutboxState, Verified
 from relay.metrics import gauge, gauges
 from relay.metrics.topics import MOST_TOPICS, TopicBacklog, TopicBacklogs, topic_metrics
 
@@ -117,7 +117,7 @@ class OutboxWatch:
     def look(self) -> None:
         """Read the state of the outbox, if it is ours to show. Raises Unavailable or SchemaError."""
         with self._connect() as connection:
-            ours = insights.holds_first_lane(connection, self._schema, self._instance)
+            ours = self._holds_first(insights.read_lanes(connection, self._schema))
             state = insights.look_at_tables(connection, self._schema) if ours else None
             self._backlogs = self._topics.look(connection, state) if state is not None and state.counted else None
             self._state = state
@@ -136,5 +136,7 @@ class OutboxWatch:
         state = self._state
         if state is None or time.monotonic() - self._looked > _STALE_SECONDS:
             return None
-        first = next(iter(state.lanes), None)
-        return state if first is not None and first.held and first.owner == self._instance else None
+        return state if self._holds_first(state.lanes) else None
+
+    def _holds_first(self, lanes: Sequence[LaneState]) -> bool:
+        return bool(lanes) and lanes[0].held and lanes[0].owner == self._instance

@@ -15,6 +15,7 @@ from prometheus_client.core import GaugeMetricFamily
 from relay.core.health import Health, Reason
 from relay.database import Connector, unavailable_on_error
 from relay.metrics import gauge, gauges
+from relay.settle.statements import STATEMENT_LIMIT
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
 
 log = structlog.get_logger("relay")
@@ -22,8 +23,7 @@ log = structlog.get_logger("relay")
 _MEBI: Final = 1 << 20
 # A slot's state that is older than this counts as unknown.
 _STALE_SECONDS: Final = 60.0
-
-_LIMIT: Final = "SELECT set_config('statement_timeout', '5s', true)"
+_LIMIT: Final = "5s"
 
 
 def slot_metrics(
@@ -91,7 +91,7 @@ class SlotWatch:
                 # READ COMMITTED: the second look at a slot must see what was written since the first.
                 connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
                 with unavailable_on_error("looking at the slot"), connection.transaction():
-                    connection.execute(_LIMIT)
+                    connection.execute(STATEMENT_LIMIT, (_LIMIT,))
                     names = names_in_checkpoint(connection, self._names) if self._by_checkpoint else self._names
                     state = None if names is None else Slot(connection, names).look()
         except BaseException:

@@ -25,7 +25,7 @@ _YEARS_SECONDS: Final = 20 * 365 * 86_400.0
 _DAY_SECONDS: Final = 86_400.0
 IDS: Final = "processed_messages"
 # No table of a user's own becomes a label.
-_OWN: Final = frozenset({*OUTBOX, *CONSUMER, "published_default", "ledger", "ledger_state", "alembic_version"})
+_OWN: Final = frozenset({*OUTBOX, *CONSUMER, "published_default", "alembic_version"})
 
 
 @dataclass(slots=True)

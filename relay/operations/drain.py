@@ -144,9 +144,7 @@ class Drain:
         if blocked := [row["lane"] for row in lanes if row["blocked"]]:
             causes.append(f"dead letters block keys of {lanes_text(blocked)}: `outbox dead-letters list`")
         if retrying := sum(row["retrying"] for row in lanes):
-            causes.append(
-                f"{counted(retrying, 'event')} {'is' if retrying == 1 else 'are'} retrying: `outbox dead-letters list`"
-            )
+            causes.append(f"{counted(retrying, 'event', 'is')} retrying: `outbox dead-letters list`")
         for one in read_pauses(self._connection, self._schema) if lanes else ():
             if one.scope == scope or one.scope.kind is not scope.kind or ALL in {one.scope, scope}:
                 causes.append(f"{one.scope} {'are' if one.scope == ALL else 'is'} paused")

@@ -53,6 +53,16 @@ class HangingPartition:
     missing: list[str] = field(default_factory=list)
 
     @property
+    def of_another(self) -> bool:
+        """Whether the transaction is another program's: it is never aborted."""
+        return self.events == 0
+
+    @property
+    def would_lose(self) -> bool:
+        """Whether an abort would lose events: it is left alone, too."""
+        return self.held < self.events
+
+    @property
     def way_out(self) -> str:
         named = " ".join(f"--event-id {event_id}" for event_id in self.missing[:_NAMED])
         rest = self.events - self.held - len(self.missing[:_NAMED])
@@ -137,7 +147,7 @@ class HiddenEvents:
     @staticmethod
     def require_rows(hanging: Sequence[HangingPartition]) -> None:
         """Raise OperationRefused unless the outbox has the rows of all these events."""
-        lost = [found for found in hanging if found.held < found.events]
+        lost = [found for found in hanging if found.would_lose]
         if lost:
             raise OperationRefused(
                 "; ".join(

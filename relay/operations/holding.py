@@ -6,16 +6,18 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Final, Self
 
 import psycopg
 from psycopg import sql
 
+from outbox import __version__
 from outbox._clients.clock import uptime
 from outbox.errors import OperationRefused, OutboxError, SchemaError
 from relay.core.lease import Lease
 from relay.database import unavailable_on_error
+from relay.lanes import LaneTable
 from relay.operations.audit import note
 from relay.settle.statements import lease_values, names_of
 
@@ -28,17 +30,6 @@ _RENEW_SECONDS: Final = 10.0
 RENEW: Final = """
 UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
   FROM {leases} WHERE {ours}"""
-
-# A lane that is being settled has its row locked, perhaps for long. The others do not wait for it.
-_RENEW_FREE: Final = """
-UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
- WHERE lane IN (SELECT l.lane FROM {lanes} AS l JOIN {leases} ON {ours} FOR NO KEY UPDATE OF l SKIP LOCKED)"""
-
-# The row still names the ids to fence.
-_LET_GO: Final = """
-UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
-  FROM {leases} WHERE {ours}"""
-
 
 # Whether its relay is alive: of a killed one the row may not have run out, but the lock of its session is gone.
 _LANE: Final = """
@@ -64,10 +55,10 @@ class Holding:
     Each statement that matters checks its lane by itself. What is held at the end, after an error, is released.
     """
 
-    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], names: Mapping[str, sql.Composable]) -> None:
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], schema: str) -> None:
         self.owner = f"reconcile-{secrets.token_hex(3)}"
         self._connect = connect
-        self._names = names
+        self._schema = schema
         # The caller alone changes what is held. The thread copies it meanwhile.
         self._lock = threading.Lock()
         self._leases: dict[int, Lease] = {}
@@ -83,7 +74,7 @@ class Holding:
         self._stop.set()
         self._thread.join()
         try:
-            self._execute(_LET_GO)
+            self._on_lanes(LaneTable.release)
         except OutboxError as error:
             log.warning("held lanes were not released; they are free after %g s: %s", LEASE_SECONDS, error)
 
@@ -114,19 +105,17 @@ class Holding:
     def _keep_renewing(self) -> None:
         while not self._stop.wait(_RENEW_SECONDS):
             try:
-                self._execute(_RENEW_FREE)
+                self._on_lanes(LaneTable.renew)
             except OutboxError as error:
                 # The next renewal, on a new connection, still comes before the lease expires.
                 log.warning("leases of held lanes were not renewed, which is tried again: %s", error)
 
-    def _execute(self, statement: str) -> None:
+    def _on_lanes(self, act: Callable[[LaneTable, Collection[Lease]], object]) -> None:
         with self._lock:
             leases = list(self._leases.values())
-        if not leases:
-            return
-        values = {**lease_values(leases), "lease": LEASE_SECONDS}
-        with contextlib.closing(self._connect()) as connection, unavailable_on_error("renewing leases"):
-            connection.execute(sql.SQL(statement).format(**self._names), values)
+        if leases:
+            with contextlib.closing(self._connect()) as connection:
+                act(LaneTable(connection, self._schema, self.owner, __version__, LEASE_SECONDS), leases)
 
 
 def release_lane(

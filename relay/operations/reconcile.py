@@ -103,16 +103,6 @@ class Findings:
     def problems(self) -> list[LaneComparison]:
         return [state for state in self.lanes if state.problem is not None]
 
-    @property
-    def of_others(self) -> list[HangingPartition]:
-        """The partitions that wait for a transaction of another program, which is never aborted."""
-        return [part for part in self.hanging if part.events == 0]
-
-    @property
-    def left_alone(self) -> list[HangingPartition]:
-        """The partitions that a repair leaves as they are: those of others, and what an abort would lose."""
-        return [part for part in self.hanging if part.events == 0 or part.held < part.events]
-
 
 class Reconciler:
     """Compares lanes with their topics, and repairs them. Not on a standby.
@@ -205,12 +195,11 @@ class Reconciler:
         if not broken and not findings.hanging:
             return []
         self._state.require(len(self._lanes()))
-        with Holding(self._connect, self._names) as holding:
+        with Holding(self._connect, self._settings.db_schema) as holding:
             self._take(holding, broken)
             failpoint("reconcile.taken")
             # All before the search: an open transaction of one lane hides what another has committed behind it.
             self._fence(holding, broken)
-            failpoint("reconcile.fenced")
             return self._repair(holding, broken, reason)
 
     def close(self) -> None:
@@ -222,13 +211,9 @@ class Reconciler:
             broken |= self._decide_events(holding, undecided)
         if not broken:
             return []
-        self._find(list(holding.epochs))
-        failpoint("reconcile.searched")
-        found, superseded = self._rows.found(), self._rows.superseded()
-        self._audit_found(reason)
-        for lane in broken:
-            self._rows.settle(lane, holding.values([lane]))
+        self._settle_found(holding, list(broken), reason)
         failpoint("reconcile.settled")
+        found, superseded = self._rows.found(), self._rows.superseded()
         # Not earlier: no relay goes on with a lane while its partition is undecided. What is on Kafka is settled by
         # now, so a relay that goes on publishes only the rest.
         held = {Partition(self._state.name, lane) for lane in holding.epochs}
@@ -243,6 +228,16 @@ class Reconciler:
             counts = rows.get(lane, 0), found.get(lane, 0), superseded.get(lane, ())
             repaired.append(LaneComparison(lane, marker.batch, marker.batch, None, *counts))
         return repaired
+
+    def _settle_found(self, holding: Holding, lanes: Sequence[int], reason: str) -> None:
+        """Settle the rows of lanes that are held and that are on Kafka. The audit has them first."""
+        self._find(lanes)
+        with unavailable_on_error("writing the audit"), self._connection.transaction():
+            superseded = self._rows.superseded()
+            for lane, ids in self._rows.found_ids().items():
+                self._note_settled("reconcile settles", reason, ids, superseded.get(lane, ()), {"lane": lane})
+        for lane in lanes:
+            self._rows.settle(lane, holding.values([lane]))
 
     def _find(self, lanes: Sequence[int]) -> None:
         """List the rows of lanes that are held, and find those on Kafka."""
@@ -453,12 +448,6 @@ class Reconciler:
             if hanging and not states:
                 found = [f"{part.topic} partition {part.partition} at {part.stable}" for part in hanging]
                 self._note("reconcile", reason, {"hanging": found})
-
-    def _audit_found(self, reason: str) -> None:
-        with unavailable_on_error("writing the audit"), self._connection.transaction():
-            superseded = self._rows.superseded()
-            for lane, ids in self._rows.found_ids().items():
-                self._note_settled("reconcile settles", reason, ids, superseded.get(lane, ()), {"lane": lane})
 
     def _note_settled(
         self, what: str, reason: str, ids: Sequence[str], superseded: Collection[str], details: Mapping[str, object]

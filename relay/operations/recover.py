@@ -369,12 +369,9 @@ class Recovery(Reconciler):
 
     def _settle(self, lanes: Sequence[int], reason: str) -> None:
         """Settle the rows of lanes that have no markers. They are searched again: relays may run."""
-        with Holding(self._connect, self._names) as holding:
+        with Holding(self._connect, self._settings.db_schema) as holding:
             self._take(holding, lanes)
-            self._find(lanes)
-            self._audit_found(reason)
-            for lane in lanes:
-                self._rows.settle(lane, holding.values([lane]))
+            self._settle_found(holding, lanes, reason)
 
     def _find(self, lanes: Sequence[int]) -> None:
         """Find what the comparison has found, too: it began earlier, and read more topics."""
@@ -455,7 +452,7 @@ def _hides(hanging: Sequence[HangingPartition]) -> str:
             f"{found.topic!r} partition {found.partition} waits, at offset {found.stable}, for the end of a "
             f"transaction with perhaps {counted(found.events, 'event')}, of which the outbox has {found.held}. If a "
             "program has it open, end that, or wait for its time-out. Else "
-            + (f"save what the outbox does not have: {found.read} > saved; then " if found.held < found.events else "")
+            + (f"save what the outbox does not have: {found.read} > saved; then " if found.would_lose else "")
             + f"abort it: {found.command}"
             for found in hanging
         )

@@ -128,6 +128,14 @@ TABLES: Final[Mapping[RoleKind, Sequence[tuple[str, Sequence[str]]]]] = {
 }
 
 _SEEN: Final = ("lane", "id", *_NAMED, "created_at")
+_MESSAGE: Final = ("id", "grp", "topic", "part", "message_offset", "message_id")
+_LETTER: Final = (
+    *("topic_id", "message_time", "reason", "error", "sqlstate", "state", "attempts", "died_at", "last_failed_at"),
+)
+_CALL: Final = (
+    *("state", "unsure", "taking_back", "attempts", "budget_from", "key_until", "worker", "last_error", "conflict"),
+    *("next_attempt_at", "settled_at", "parked"),
+)
 COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     RoleKind.WRITER: (
         ("INSERT", "events", EVENT_COLUMNS),
@@ -153,37 +161,11 @@ COLUMNS: Final[Mapping[RoleKind, Sequence[tuple[str, str, Sequence[str]]]]] = {
     ),
     # All columns but the contents: message_key, message_value, message_headers; order_key, request, response.
     RoleKind.CONSUMER_MONITOR: (
-        (
-            "SELECT",
-            "dead_letters",
-            (
-                *("id", "grp", "topic", "topic_id", "part", "message_offset", "message_id", "message_time", "reason"),
-                *("error", "sqlstate", "state", "attempts", "died_at", "last_failed_at"),
-            ),
-        ),
-        (
-            "SELECT",
-            "reservations",
-            (
-                *("id", "grp", "name", "message_id", "topic", "part", "message_offset", "state", "unsure"),
-                *("taking_back", "attempts", "budget_from", "key_until", "worker", "last_error", "conflict"),
-                *("reserved_at", "next_attempt_at", "settled_at", "parked"),
-            ),
-        ),
+        ("SELECT", "dead_letters", (*_MESSAGE, *_LETTER)),
+        ("SELECT", "reservations", (*_MESSAGE, "name", "reserved_at", *_CALL)),
     ),
-    # Not what identifies a call, nor its request.
-    RoleKind.EXTERNAL: (
-        (
-            "UPDATE",
-            "reservations",
-            (
-                *("state", "unsure", "taking_back", "response", "attempts", "budget_from", "key_until", "worker"),
-                *("last_error", "conflict", "next_attempt_at", "settled_at", "parked"),
-            ),
-        ),
-        # For `outbox external settle`.
-        _AUDITS,
-    ),
+    # Not what identifies a call, nor its request. The audit is for `outbox external settle`.
+    RoleKind.EXTERNAL: (("UPDATE", "reservations", (*_CALL, "response")), _AUDITS),
 }
 """Rights on some columns of a table, instead of the table."""
 

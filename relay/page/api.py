@@ -43,7 +43,7 @@ class View:
     """What is served at one address.
 
     path      with ``{names}`` of its parts, as for Starlette.
-    endpoint  returns the answer, by ``Page.render``; an action's also gets the fields that were sent.
+    endpoint  gets the page and a request, and an action's the fields that were sent; returns ``Page.render``'s answer.
     summary   what it shows or does.
     query     the names that it reads from an address, each with what it means.
     fields    the same of an action's fields; None: it is a view.
@@ -56,6 +56,11 @@ class View:
     query: Mapping[str, str] = field(default_factory=dict)
     fields: Mapping[str, str] | None = None
     shows: Mapping[str, Any] | Sequence[Mapping[str, Any]] = ()
+
+
+def view(path: str, summary: str, query: Mapping[str, str] | None = None, **more: Any) -> Callable[..., View]:
+    """Return a decorator that makes a View of an endpoint. ``more``: its ``fields`` and what it ``shows``."""
+    return lambda endpoint: View(path, endpoint, summary, query or {}, **more)
 
 
 def answer(values: Mapping[str, Any], status: int = 200) -> Response:
@@ -78,10 +83,6 @@ def _plain(value: Any) -> Any:
             return str(value)
         case bytes() | memoryview():
             return base64.b64encode(value).decode()
-        case Mapping():
-            return dict(value)
-        case Sequence() | set() | frozenset():
-            return list(value)
     if hasattr(value, "as_dict"):
         return value.as_dict()
     if dataclasses.is_dataclass(value):

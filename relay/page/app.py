@@ -41,7 +41,8 @@ _FOLDER = Path(__file__).parent
 _MOST: Final = 12
 """Connections at the same time; a further request waits for a moment. They must not take all threads of the page."""
 _WAIT_SECONDS: Final = 1.0
-_VIEWS = (overview, topics, events, dead_letters, relays, consumers, system, audit)
+_MODULES = (overview, topics, events, dead_letters, relays, consumers, system, audit)
+_VIEWS: Final = [view for module in _MODULES for view in module.VIEWS]
 
 
 def create_page(access: Access, settings: Settings | None = None, *, origins: Collection[str] = ()) -> Starlette:
@@ -78,10 +79,8 @@ def create_page(access: Access, settings: Settings | None = None, *, origins: Co
         finally:
             page.close()
 
-    views = [view for module in _VIEWS for view in module.routes(page)]
-
     def description(request: Request) -> Response:
-        return api.answer(api.openapi(views, request.scope.get("root_path", "")))
+        return api.answer(api.openapi(_VIEWS, request.scope.get("root_path", "")))
 
     async def live(request: Request) -> Response:
         """Send an event (server-sent events, WHATWG HTML 9.2) whenever there are new figures."""
@@ -92,7 +91,7 @@ def create_page(access: Access, settings: Settings | None = None, *, origins: Co
 
     app = Starlette(
         routes=[
-            *(_route(page, view, prefix) for prefix in ("", api.PREFIX) for view in views),
+            *(_route(page, view, prefix) for prefix in ("", api.PREFIX) for view in _VIEWS),
             Route(f"{api.PREFIX}/openapi.json", description),
             Route("/live", live),
             *(Route(f"/static/{file.name}", _file(file)) for file in sorted((_FOLDER / "static").iterdir())),
@@ -108,9 +107,10 @@ def create_page(access: Access, settings: Settings | None = None, *, origins: Co
 
 
 def _route(page: Page, view: api.View, prefix: str) -> Route:
+    endpoint = partial(view.endpoint, page)
     if view.fields is None:
-        return Route(prefix + view.path, view.endpoint)
-    return Route(prefix + view.path, page.action(view.endpoint), methods=["POST"])
+        return Route(prefix + view.path, endpoint)
+    return Route(prefix + view.path, page.action(endpoint), methods=["POST"])
 
 
 def _latency(side: Consumers) -> Latency | None:

@@ -163,16 +163,15 @@ class Access:
 
     def by_cookie(self, cookie: str | None) -> User | None:
         """Return the user of a cookie that the token was exchanged for, or None."""
-        if self.token is None or cookie is None or not hmac.compare_digest(cookie.encode(), self.cookie.encode()):
-            return None
-        return self.limited(User("local", Role.ADMIN))
+        return None if cookie is None else self._local(cookie, self.cookie)
 
     def by_header(self, authorization: str) -> User | None:
         """Return the user of a program that sends the token with each request, or None."""
         kind, _, shown = authorization.partition(" ")
-        if self.token is None or kind.lower() != "bearer":
-            return None
-        if not hmac.compare_digest(shown.strip().encode(), self.token.encode()):
+        return self._local(shown.strip(), self.token) if kind.lower() == "bearer" else None
+
+    def _local(self, shown: str, wanted: str | None) -> User | None:
+        if self.token is None or wanted is None or not hmac.compare_digest(shown.encode(), wanted.encode()):
             return None
         return self.limited(User("local", Role.ADMIN))
 
@@ -198,11 +197,7 @@ class Guard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        access: Access,
-        origins: Collection[str],
-        broken: Callable[[Request, Exception], Response],
+        self, app: ASGIApp, access: Access, origins: Collection[str], broken: Callable[[Request, Exception], Response]
     ) -> None:
         self._app = app
         self._broken = broken

@@ -96,9 +96,7 @@ class PageServer:
             # Keeps the cookie from other ports: see relay.page.security.
             path = "" if token is None else f"/{secrets.token_urlsafe(16)}"
             app = Starlette(
-                routes=[Mount(path, page)],
-                exception_handlers={404: _elsewhere},
-                lifespan=page.router.lifespan_context,
+                routes=[Mount(path, page)], exception_handlers={404: _elsewhere}, lifespan=page.router.lifespan_context
             )
             config = uvicorn.Config(
                 app,

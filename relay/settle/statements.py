@@ -23,6 +23,8 @@ TABLES: Final = (
     "scheduled",
     "verified",
     "idempotency_keys",
+    "ledger",
+    "ledger_state",
 )
 
 TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int"

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from confluent_kafka.admin import (
     AclBinding,
-    AclBindingFilter,
     AclOperation,
     AclPermissionType,
     AdminClient,
@@ -16,6 +15,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 from failing_relays import DELIVERIES, SMALL, add, dead, delivery, event, let_pass, names, routes, url, wait_for_dead
+from secured import revoke_all
 from support import backlog, drained, ends, look_up, wait_until
 
 from outbox.sandbox.kafka import KafkaCluster
@@ -29,14 +29,6 @@ def deny(
     rule = AclBinding(ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, "User:*", "*", operation, permission)
     admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers})
     admin.create_acls([rule])[rule].result()
-
-
-def permit(cluster: KafkaCluster, topic: str) -> None:
-    every = AclBindingFilter(
-        ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, None, None, AclOperation.ANY, AclPermissionType.ANY
-    )
-    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers})
-    admin.delete_acls([every])[every].result()
 
 
 def said(relay: Any, text: str, topic: str) -> list[str]:
@@ -81,8 +73,7 @@ def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url,
     assert look_up(url, "SELECT * FROM outbox.failures") == []
     assert dead(url) == []
 
-    permit(guarded_kafka, guarded)
-    permit(guarded_kafka, hidden)
+    revoke_all(AdminClient({"bootstrap.servers": guarded_kafka.bootstrap_servers}))
     topics.create_topic(missing)
     drained(url, 120)
     for kind, topic in (("Good", good), ("Guarded", guarded), ("Hidden", hidden), ("Missing", missing)):
@@ -112,7 +103,7 @@ def test_a_state_topic_that_may_not_be_written_to_is_named_with_the_rights(url, 
     )
     rights = "grant it READ, WRITE, DESCRIBE and DESCRIBE_CONFIGS"
     wait_until(lambda: said(relay, rights, state), 60, "the state topic to be named")
-    permit(guarded_kafka, state)
+    revoke_all(admin)
     drained(url, 120)
     assert names(topics.consume(good)) == ["g1"]
     ends(relay)

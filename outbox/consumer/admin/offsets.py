@@ -121,6 +121,15 @@ class PartitionOffsets:
     updated_at: dt.datetime | None
     trouble: str | None
 
+    def first_waiting(self) -> int:
+        """Return the offset of the first waiting message: that of Kafka's log where the group has not read it yet."""
+        return max(self.next_offset or 0, self.first or 0)
+
+    def waiting_before(self, newer: int | None) -> int:
+        """Return how many offsets wait before the first message that is newer; without one all do."""
+        end = self.end or 0
+        return max((end if newer is None else min(newer, end)) - self.first_waiting(), 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -266,9 +266,7 @@ def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaAdmin) ->
     first_newer = kafka.at_time({(one.topic, one.part) for _, one, _ in still}, since)
     found: dict[str, list[StandingPartition]] = {}
     for group_name, one, moved in still:
-        begin, end, newer = max(one.next_offset or 0, one.first or 0), one.end or 0, first_newer[one.topic, one.part]
-        # Without a newer message all of them are older.
-        if (waiting := (end if newer is None else min(newer, end)) - begin) > 0:
-            standing = StandingPartition(one.topic, one.part, begin, waiting, moved)
+        if waiting := one.waiting_before(first_newer[one.topic, one.part]):
+            standing = StandingPartition(one.topic, one.part, one.first_waiting(), waiting, moved)
             found.setdefault(group_name, []).append(standing)
     return found

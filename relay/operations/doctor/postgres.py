@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from relay.operations.recover import CLOCKS
 from relay.operations.wal_setup import FAILOVER_FROM, GENERATED_FROM, Cdc, Status
 from relay.row_access import row_problems
 from relay.settle.settlement import lanes_text
-from relay.settle.statements import names_of
+from relay.settle.statements import STATEMENT_LIMIT, names_of
 from relay.wal.slot import Slot, slot_names
 
 Rows = list[tuple[Any, ...]]
@@ -48,7 +48,7 @@ _HIGHEST: Final = """
 SELECT max((SELECT max(id) FROM {table} AS t WHERE t.lane = l.lane)) FROM generate_series(0, 255) AS l(lane)"""
 
 _HIGHEST_PUBLISHED: Final = "SELECT max(id) FROM {table}"
-_ARCHIVE_TIMEOUT: Final = "SELECT set_config('statement_timeout', '5s', true)"
+_ARCHIVE_LIMIT: Final = "5s"
 # Of the next ones: there may be millions.
 _TOO_LATE: Final = """
 SELECT count(*) FROM (
@@ -85,7 +85,8 @@ def checks(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[
 
     yield Check("Postgres", ask(_SERVER), _server)
     yield Check("ids of events", partial(check_ids, connection, schema), grant=f"SELECT on the tables of {schema}")
-    yield Check("rows", partial(row_problems, connection, schema, every_role=True), _rows)
+    hidden = partial(row_problems, connection, schema, every_role=True)
+    yield Check("rows", hidden, lambda problems: [failure("rows", found, do) for found, do in problems])
     # What follows reads these tables.
     yield Check("tables", partial(_tables, connection, settings), essential=True)
     rejects = connection.info.server_version >= GENERATED_FROM
@@ -150,11 +151,6 @@ def _tables(connection: psycopg.Connection[Any], settings: Settings) -> Iterator
             yield failure("tables", line, "see `outbox db check`; `outbox db upgrade` brings them up to date")
     if not tables.differences:
         yield ok("tables", f"schema {settings.db_schema} matches this version")
-
-
-def _rows(problems: Sequence[tuple[str, str]]) -> Iterator[Finding]:
-    for found, do in problems:
-        yield failure("rows", found, do)
 
 
 def _without_event(rows: Rows) -> Iterator[Finding]:
@@ -248,7 +244,7 @@ def _highest_id(connection: psycopg.Connection[Any], schema: str, table: str) ->
     query = _HIGHEST_PUBLISHED if table == "published" else _HIGHEST
     try:
         with connection.transaction():
-            connection.execute(_ARCHIVE_TIMEOUT)
+            connection.execute(STATEMENT_LIMIT, (_ARCHIVE_LIMIT,))
             row = connection.execute(sql.SQL(query).format(table=sql.Identifier(schema, table))).fetchone()
     except (errors.QueryCanceled, errors.UndefinedTable, errors.InsufficientPrivilege):
         return None

@@ -1,1 +1,1 @@
-"""The views of the page, one module each: ``routes(page)`` returns what it serves."""
+"""The views of the page, one module each: ``VIEWS`` is what it serves."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from uuid import UUID
 
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from outbox.consumer.admin.offsets import Group
 from outbox.consumer.admin.status import GroupState
 from outbox.errors import ConfigurationError
 from outbox.external.reservations import Chosen, ReservationAdmin
-from relay.page.api import CONFIRMED, Rows, View
+from relay.page.api import CONFIRMED, Rows, view
 from relay.page.page import Form, Page
 
 _CONTENTS = frozenset({"request", "response"})
@@ -25,47 +24,48 @@ _CALL = {
 }
 
 
-def routes(page: Page) -> list[View]:
-    def show(request: Request) -> Response:
-        overview = page.sampler.latest()
-        calls, unseen = page.read(page.consumers.stuck_calls)
-        counts, stuck = calls or ({}, [])
-        return page.render(
-            request,
-            "consumers.html",
-            groups=[] if overview is None else overview.groups,
-            unseen={} if overview is None else overview.unseen,
-            calls=(counts, [page.without_hidden(call, _CONTENTS) for call in stuck]),
-            calls_unseen=unseen,
-        )
+@view(
+    "/consumers",
+    "the groups, and calls to other systems that are stuck",
+    shows={
+        "groups": Sequence[GroupState],
+        "unseen": Mapping[str, str],
+        "calls": tuple[Mapping[str, int], Rows],
+        "calls_unseen": str | None,
+    },
+)
+def show(page: Page, request: Request) -> Response:
+    overview = page.sampler.latest()
+    calls, unseen = page.read(page.consumers.stuck_calls)
+    counts, stuck = calls or ({}, [])
+    return page.render(
+        request,
+        "consumers.html",
+        groups=[] if overview is None else overview.groups,
+        unseen={} if overview is None else overview.unseen,
+        calls=(counts, [page.without_hidden(call, _CONTENTS) for call in stuck]),
+        calls_unseen=unseen,
+    )
 
-    def group(request: Request) -> Response:
-        found, away = page.consumers.positions(request.path_params["group"])
-        return page.render(request, "consumer_group.html", view="consumers", group=found, away=away)
 
-    retry, cancel = (partial(_change, page, what) for what in ("retry", "cancel"))
+@view("/consumers/calls/retry", "retry a stuck call", fields=_CALL)
+def retry(page: Page, request: Request, form: Form) -> Response:
+    return _change(page, "retry", request, form)
 
-    return [
-        View(
-            "/consumers",
-            show,
-            "the groups, and calls to other systems that are stuck",
-            shows={
-                "groups": Sequence[GroupState],
-                "unseen": Mapping[str, str],
-                "calls": tuple[Mapping[str, int], Rows],
-                "calls_unseen": str | None,
-            },
-        ),
-        View("/consumers/calls/retry", retry, "retry a stuck call", fields=_CALL),
-        View("/consumers/calls/cancel", cancel, "cancel a stuck call, for good", fields=_CALL | CONFIRMED),
-        View(
-            "/consumers/groups/{group:path}",
-            group,
-            "a group's partitions, their offsets, lags and losses",
-            shows={"group": Group, "away": str | None},
-        ),
-    ]
+
+@view("/consumers/calls/cancel", "cancel a stuck call, for good", fields=_CALL | CONFIRMED)
+def cancel(page: Page, request: Request, form: Form) -> Response:
+    return _change(page, "cancel", request, form)
+
+
+@view(
+    "/consumers/groups/{group:path}",
+    "a group's partitions, their offsets, lags and losses",
+    shows={"group": Group, "away": str | None},
+)
+def group(page: Page, request: Request) -> Response:
+    found, away = page.consumers.positions(request.path_params["group"])
+    return page.render(request, "consumer_group.html", view="consumers", group=found, away=away)
 
 
 def _change(page: Page, what: str, request: Request, form: Form) -> Response:
@@ -86,3 +86,6 @@ def _change(page: Page, what: str, request: Request, form: Form) -> Response:
         done = calls.cancel(chosen, reason or "") if what == "cancel" else calls.retry(chosen, why=reason)
     word = "cancelled" if what == "cancel" else "retried"
     return page.done(request, "/consumers", f"the call will be {word}" if done else "the call is no longer stuck")
+
+
+VIEWS = (show, retry, cancel, group)

@@ -15,47 +15,38 @@ from outbox.consumer.admin import dead_letters as consumer_letters
 from outbox.errors import ConfigurationError
 from relay.insights import COUNTED
 from relay.operations.dead_letters import COUNTS, DeadLetters, FailureCursor, Filter, Selection
-from relay.page.api import CONFIRMED, MANY, REASON, Rows, View
+from relay.page.api import CONFIRMED, MANY, REASON, Rows, View, view
 from relay.page.page import DAMAGED_LINK, Form, Page, number_of, time_of
 
 _CONTENTS: Final = frozenset({"payload", "payload_bytes", "headers", "key", "key_encoding", "value", "value_encoding"})
 
 
-def routes(page: Page) -> list[View]:
-    relay, consumer = _RelaySide(page), _ConsumerSide(page)
-
-    def show(request: Request) -> Response:
-        with page.outbox() as connection:
-            events = DeadLetters(connection, page.schema).groups()
-        messages, unseen = page.read(consumer.groups)
-        return page.render(request, "dead_letters.html", events=events, messages=messages, unseen=unseen)
-
-    return [
-        View(
-            "/dead-letters",
-            show,
-            "the dead letters of both sides, grouped by their errors",
-            shows={"events": Rows, "messages": Rows | None, "unseen": str | None},
-        ),
-        *_routes(page, relay),
-        *_routes(page, consumer),
-    ]
+@view(
+    "/dead-letters",
+    "the dead letters of both sides, grouped by their errors",
+    shows={"events": Rows, "messages": Rows | None, "unseen": str | None},
+)
+def show(page: Page, request: Request) -> Response:
+    with page.outbox() as connection:
+        events = DeadLetters(connection, page.schema).groups()
+    messages, unseen = page.read(_ConsumerSide(page).groups)
+    return page.render(request, "dead_letters.html", events=events, messages=messages, unseen=unseen)
 
 
-def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[View]:
-    def retry(request: Request, form: Form) -> Response:
-        return _act(page, side, request, form, None)
+def _views(side: type[_RelaySide | _ConsumerSide]) -> list[View]:
+    def retry(page: Page, request: Request, form: Form) -> Response:
+        return _act(page, side(page), request, form, None)
 
-    def discard(request: Request, form: Form) -> Response:
+    def discard(page: Page, request: Request, form: Form) -> Response:
         reason = form.require("reason", f"why the {side.noun} may be lost: the audit keeps it")
-        return _act(page, side, request, form, reason)
+        return _act(page, side(page), request, form, reason)
 
     # Those that are named, or else a group.
     fields = {side.id_field: f"{MANY}{side.which}", **side.filters}
     return [
         View(
             side.path,
-            side.index,
+            lambda page, request: side(page).index(request),
             f"{side.noun} of a group, page by page",
             side.filters | side.pages,
             shows={"filters": Mapping[str, str | int], "rows": Rows, "more": str | None},
@@ -64,7 +55,7 @@ def _routes(page: Page, side: _RelaySide | _ConsumerSide) -> list[View]:
         View(f"{side.path}/discard", discard, f"discard {side.noun}", fields=fields | REASON | CONFIRMED),
         View(
             f"{side.path}/{{id}}",
-            side.show,
+            lambda page, request: side(page).show(request),
             "one of them: its contents, attempts, and what waits behind it",
             shows={"letter": Mapping[str, Any]},
         ),
@@ -157,7 +148,7 @@ class _RelaySide:
     def discard(self, selection: Selection, reason: str) -> str:
         with self._page.outbox() as connection:
             gone = DeadLetters(connection, self._page.schema).discard(selection, reason)
-        return f"{_were(len(gone), 'event')} discarded{_locked(gone.locked)}"
+        return f"{counted(len(gone), 'event', 'was')} discarded{_locked(gone.locked)}"
 
 
 class _ConsumerSide:
@@ -231,7 +222,7 @@ class _ConsumerSide:
         with self._page.consumers.opened(consumer_letters.DeadLetters) as letters:
             done = letters.discard(selection, reason)
         freed = f"; {len(done.freed)} that waited behind them will be retried" if done.freed else ""
-        return f"{_were(len(done.gone), 'message')} discarded{freed}"
+        return f"{counted(len(done.gone), 'message', 'was')} discarded{freed}"
 
     def _filter(self, get: Callable[[str], str | None]) -> tuple[consumer_letters.Filter, dict[str, str]]:
         values = {name: get(name) for name in self.filters}
@@ -242,10 +233,6 @@ class _ConsumerSide:
 
 def _given(filters: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in filters.items() if value is not None}
-
-
-def _were(count: int, noun: str) -> str:
-    return f"{counted(count, noun)} {'was' if count == 1 else 'were'}"
 
 
 def _locked(event_ids: Sequence[str]) -> str:
@@ -272,3 +259,6 @@ def _cursor(asked: Mapping[str, str]) -> FailureCursor | None:
     if lane is None or number is None:
         raise ConfigurationError(DAMAGED_LINK)
     return FailureCursor(at, lane, number)
+
+
+VIEWS = (show, *_views(_RelaySide), *_views(_ConsumerSide))

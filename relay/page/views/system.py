@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from outbox._clients.variables import variable
 from outbox.urls import display_url
-from relay.page.api import Rows, View
+from relay.page.api import Rows, view
 from relay.page.page import Page
 from relay.sizes import server, table_sizes
 
@@ -21,40 +21,27 @@ _KAFKA_SHOWN: Final = frozenset(
 )
 
 
-def routes(page: Page) -> list[View]:
-    def show(request: Request) -> Response:
-        with page.outbox() as connection:
-            about = server(connection)
-            tables = list(table_sizes(connection, page.schema))
+@view(
+    "/system",
+    "sizes, dead rows, and the settings of this process without secrets",
+    shows={
+        "about": Mapping[str, Any],
+        "tables": Rows,
+        "settings": Sequence[tuple[str, str, bool]],
+        "consumer_tables": Rows,
+    },
+)
+def show(page: Page, request: Request) -> Response:
+    here = page.settings.relay.sink_url is None
+    with page.outbox() as connection:
         return page.render(
             request,
             "system.html",
-            about=about,
-            tables=tables,
+            about=server(connection),
+            tables=table_sizes(connection, page.schema),
             settings=list(_shown(page.settings)),
-            consumer_tables=_consumer_tables(page),
+            consumer_tables=table_sizes(connection, page.settings.consumer_schema) if here else [],
         )
-
-    return [
-        View(
-            "/system",
-            show,
-            "sizes, dead rows, and the settings of this process without secrets",
-            shows={
-                "about": Mapping[str, Any],
-                "tables": Rows,
-                "settings": Sequence[tuple[str, str, bool]],
-                "consumer_tables": Rows,
-            },
-        )
-    ]
-
-
-def _consumer_tables(page: Page) -> list[Mapping[str, Any]]:
-    if page.settings.relay.sink_url is not None:
-        return []
-    with page.outbox() as connection:
-        return list(table_sizes(connection, page.settings.consumer_schema))
 
 
 def _shown(model: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str, bool]]:
@@ -79,3 +66,6 @@ def _shown(model: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[str, 
             case _:
                 shown = str(value) if field.repr else ("set" if value else "-")
         yield variable(here), "-" if shown in {"", "None"} else shown, changed
+
+
+VIEWS = (show,)

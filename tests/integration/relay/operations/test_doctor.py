@@ -192,7 +192,7 @@ def test_ids_begin_again_above_those_of_all_tables_and_of_the_writers(outbox_pos
 
 
 def test_an_archive_that_is_too_large_to_look_through_is_left_out(outbox_postgres, outbox_kafka, monkeypatch):
-    monkeypatch.setattr(doctor_postgres, "_ARCHIVE_TIMEOUT", "SELECT set_config('statement_timeout', '50ms', true)")
+    monkeypatch.setattr(doctor_postgres, "_ARCHIVE_LIMIT", "50ms")
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         connection.execute("CREATE TABLE slow AS SELECT 1")
         connection.execute(EVENTS, (1,))

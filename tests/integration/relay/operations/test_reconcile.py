@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 import uuid
@@ -28,7 +29,6 @@ from relay.operations.hidden_events import abort_hanging
 from relay.operations.holding import Holding
 from relay.operations.lane_rows import _SETTLE_ROWS, LaneComparison
 from relay.operations.reconcile import Reconciler
-from relay.settle.statements import names_of
 
 __all__ = ["hanging", "outbox", "unverified"]
 
@@ -62,7 +62,7 @@ def filled(outbox: Outbox, *large: int) -> dict[int, int]:
     return published
 
 
-def test_six_of_eight_lanes_with_many_rows_in_one_and_two_kills(outbox):
+def test_six_of_eight_lanes_with_many_rows_in_one_and_three_kills(outbox):
     published = filled(outbox, 26_000, 100)
     wanted = {row[1] for lane in range(6) for row in outbox.rows(lane)}
     others = [outbox.lane(lane) for lane in (6, 7)]
@@ -71,6 +71,8 @@ def test_six_of_eight_lanes_with_many_rows_in_one_and_two_kills(outbox):
     states = {state["lane"]: state for state in json.loads(looked.stdout)["lanes"]}
     assert {lane: state["found"] for lane, state in states.items() if state["problem"]} == published
     assert states[2]["rows"] == 26_100
+    killed = outbox.reconcile("--apply", "--reason", "at once", failpoints="reconcile.taken=kill")
+    assert killed.returncode == -signal.SIGKILL
     # A lane settles its pages and then an empty one, so lanes 0 and 1 have four: the sixth is the large one's second of
     # three.
     killed = outbox.reconcile("--apply", "--reason", "first", failpoints="reconcile.settling=kill@6")
@@ -100,7 +102,7 @@ def test_six_of_eight_lanes_with_many_rows_in_one_and_two_kills(outbox):
     assert [outbox.lane(lane) for lane in (6, 7)] == others
     # Each time, all six had their problem still.
     broken = "SELECT why, (details ->> 'lane')::integer FROM outbox.audit WHERE what = 'reconcile' ORDER BY id"
-    assert outbox.run(broken) == [(why, lane) for why in ("first", "second", "third") for lane in range(6)]
+    assert outbox.run(broken) == [(why, lane) for why in ("at once", "first", "second", "third") for lane in range(6)]
 
 
 def test_one_lane_alone_and_each_topic_once(outbox, monkeypatch):
@@ -428,11 +430,12 @@ def test_what_hangs_is_ended_for_good(hanging, monkeypatch):
 def test_the_leases_of_other_lanes_are_renewed_while_one_is_settled(outbox, monkeypatch):
     """A large batch takes longer than a lease lasts."""
     monkeypatch.setattr("relay.operations.holding._RENEW_SECONDS", 0.1)
+    monkeypatch.setattr("relay.lanes._DUE_PART", math.inf)
 
     def renewed() -> set[int]:
         return {lane for (lane,) in outbox.run("SELECT lane FROM outbox.lanes WHERE lease_until > clock_timestamp()")}
 
-    with Holding(Connector(outbox.url, "test"), names_of("outbox")) as holding:
+    with Holding(Connector(outbox.url, "test"), "outbox") as holding:
         with psycopg.connect(outbox.url) as settling:
             settling.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
             with psycopg.connect(outbox.url) as admin:
