@@ -18,7 +18,6 @@ class RangeOutcome(StrEnum):
     | EMPTY                  | no row came: the driver moves the offset                                         |
     | REJECTED               | the driver runs the range again without the messages that ``detail`` names       |
     | FALLBACK               | again, through ``batch`` instead of directly into the sink's table               |
-    | COPY_ERROR             | again, in the lenient way, which names the rejected messages                     |
     | FENCED, BROKEN         | the job ends                                                                     |
     | MOVED                  | another attempt has moved the offset into the range: the round is planned again  |
     | DENIED and those below | nothing was applied; a retry may succeed, and the driver decides when            |
@@ -29,7 +28,6 @@ class RangeOutcome(StrEnum):
     EMPTY = "empty"
     REJECTED = "rejected"
     FALLBACK = "fallback"
-    COPY_ERROR = "copy error"
     FENCED = "fenced"
     BROKEN = "broken"
     MOVED = "moved"
@@ -53,10 +51,6 @@ class RejectedRecords(Exception):
 
 class EffectError(Exception):
     """Ends the transaction: the effect fails, and no message is at fault."""
-
-
-class CopyError(Exception):
-    """Ends the transaction: a value does not fit its column. The next attempt finds out which."""
 
 
 class FallbackToBatch(Exception):

@@ -23,7 +23,7 @@ from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, 
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import EffectError, RejectedRecords
-from spark_jobs.sink import Move, Way, Whole
+from spark_jobs.sink import Move, Whole
 
 TABLES = """
 CREATE TABLE groups (grp TEXT PRIMARY KEY, generation INT NOT NULL);
@@ -107,7 +107,7 @@ class SqliteTransaction:
         """Nothing is sent anywhere."""
         return nullcontext()
 
-    def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
+    def remember(self, rows: Iterable[pa.RecordBatch], *, careful: bool = False) -> int:
         """Take rows in, and leave out those whose ids are known."""
         names = ", ".join(f'"{name}"' for name in self._sink.columns)
         marks = ", ".join("?" for _ in self._sink.columns)

@@ -139,9 +139,6 @@ class _Base:
         """Leave in ``batch`` only the rows to be applied. ``suspect``: repeats are likely."""
         raise NotImplementedError
 
-    def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Raise the database's error if a row can't be compared with a table. Most compare none."""
-
     def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
         """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
         return []

@@ -135,7 +135,7 @@ class BatchAttempts:
             before = applying.places() if retried else set()
             if shuffled:
                 cursor.execute(_READ)
-            applying.reduce(suspect=bool(retried or self._context.suspicious), forgiven=forgiven(retried))
+            applying.reduce(suspect=bool(retried or self._context.careful), forgiven=forgiven(retried))
             fresh = applying.per_partition()
             taken = before
             if fresh and shuffled:

@@ -15,7 +15,7 @@ from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, 
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.sink import GroupStore, Sinks, Way
+from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
 
-SUSPECT_ROUNDS: Final = 5
-"""For how many rounds a partition takes the slower way after it had a repeat, because repeats come in bursts. The same
-holds after its rows could not be copied directly into the sink's table, and for all partitions after one transaction
-could not have all of a round."""
+CAREFUL_ROUNDS: Final = 5
+"""For how many rounds a partition is careful after it had a repeat, because repeats come in bursts, or rows that could
+not be copied directly into the sink's table; and all partitions stay apart after one transaction could not have all."""
 ENDING: Final[dict[RangeOutcome, type[ConsumerError]]] = {
     RangeOutcome.FENCED: Fenced,
     RangeOutcome.BROKEN: EffectFailed,
@@ -106,14 +105,12 @@ class RoundState:
     dead_keys  keys of dead letters of earlier rounds by topic, if the tasks put aside the messages behind them.
     behind     how many messages the tasks have put aside in this way.
     at_fault   how many messages in earlier pieces of the round became dead letters by a fault of their own.
-    lenient    partitions with a value that does not fit its column.
     """
 
     dead: dict[MessageRef, DeadLetter] = field(default_factory=dict)
     dead_keys: Mapping[str, AbstractSet[bytes]] = field(default_factory=dict)
     behind: int = 0
     at_fault: int = 0
-    lenient: set[Partition] = field(default_factory=set)
     counts: Counts = field(default_factory=Counts)
 
     def letters(self, partition: Partition) -> list[DeadLetter]:
@@ -163,8 +160,7 @@ class RoundContext:
         """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
         self._sizes: Accumulator[Sizes] | None = None
         self._times: TimeSample | None = None
-        self._suspects: dict[Partition, int] = {}
-        self._slow: dict[Partition, int] = {}
+        self._careful: dict[Partition, int] = {}
         self._apart = 0
 
     @property
@@ -209,36 +205,29 @@ class RoundContext:
         return spark.task_decoder(self.job)
 
     def begin(self) -> None:
-        """Begin a round: forget what was suspect or slow some rounds ago, and inspect the sink's table again."""
-        self._suspects, self._slow = (
-            {partition: left - 1 for partition, left in known.items() if left > 1}
-            for known in (self._suspects, self._slow)
-        )
+        """Begin a round: forget what happened some rounds ago, and inspect the sink's table again."""
+        self._careful = {partition: left - 1 for partition, left in self._careful.items() if left > 1}
         self._apart = max(0, self._apart - 1)
-        # Only what takes the straight way is compared with the sink's table by its transaction.
-        self.sinks.look_again(checked=bool(self._suspects or self._slow))
+        # Only a direct copy is compared with the sink's table by its transaction.
+        self.sinks.look_again(checked=bool(self._careful))
         if self._sizes is not None:
             self._sizes.value = {}
 
     def keep_apart(self) -> None:
         """Apply each range in its own transaction for some rounds: one of them would roll back all others."""
-        self._apart = SUSPECT_ROUNDS
+        self._apart = CAREFUL_ROUNDS
 
     def all_is_well(self, plan: TaskPlan) -> bool:
         """Return whether nothing speaks against one transaction for all ranges of a plan."""
-        return not self._apart and all(plan.way(partition) == Way() for partition in plan.ranges)
+        return not self._apart and not plan.careful & plan.ranges.keys()
 
     @property
-    def suspicious(self) -> bool:
-        return bool(self._suspects)
+    def careful(self) -> frozenset[Partition]:
+        """The partitions that had repeats lately, or rows that could not be copied directly into the sink's table."""
+        return frozenset(self._careful)
 
-    def suspect(self, partition: Partition) -> None:
-        self._suspects[partition] = SUSPECT_ROUNDS
-
-    def slow_down(self, partition: Partition) -> None:
-        """Send the rows of a partition through ``batch``, and inspect the sink's table again: it may be new."""
-        self.sinks.look_again()
-        self._slow[partition] = SUSPECT_ROUNDS
+    def be_careful(self, partition: Partition) -> None:
+        self._careful[partition] = CAREFUL_ROUNDS
 
     def plan(self, planned: OffsetRanges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
         return TaskPlan(
@@ -249,9 +238,7 @@ class RoundContext:
             max_dead=self.job.max_dead,
             dead={partition: state.letters(partition) for partition in planned.ranges if state.letters(partition)},
             behind=self._shares(planned, state),
-            suspects=frozenset(self._suspects),
-            lenient=frozenset(state.lenient),
-            slow=frozenset(self._slow),
+            careful=self.careful,
         )
 
     def _shares(self, planned: OffsetRanges, state: RoundState) -> Behind | None:

@@ -214,8 +214,6 @@ class Rounds:
         try:
             with failures.understood():
                 results = self._attempts.attempt_retry(letters, RoundState(), generation)
-                if results.outcome is RangeOutcome.COPY_ERROR:
-                    results = self._attempts.attempt_retry(letters, RoundState(lenient={task.DEAD_LETTERS}), generation)
         except failures.Undecoded as error:
             found = self._context.undecoded(self._context.letters(letters))
             if not found:
@@ -243,7 +241,7 @@ class Rounds:
                 raise _not_deterministic() from error
             return planned.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
 
-    def _handle_outcomes(  # noqa: C901  one case for each outcome
+    def _handle_outcomes(
         self, planned: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to retry. Raises errors that end the round."""
@@ -265,11 +263,10 @@ class Rounds:
                 case RangeOutcome.REJECTED:
                     rejected += rejected_from(one.detail)
                     again.append(partition)
-                case RangeOutcome.COPY_ERROR:
-                    state.lenient.add(partition)
-                    again.append(partition)
                 case RangeOutcome.FALLBACK:
-                    self._context.slow_down(partition)
+                    # The table may be another one now.
+                    self._context.sinks.look_again()
+                    self._context.be_careful(partition)
                     again.append(partition)
                 case (
                     RangeOutcome.FENCED
@@ -315,7 +312,7 @@ class Rounds:
         state.counts.applied += one.fresh
         if one.fresh < one.read:
             state.counts.duplicates += one.read - one.fresh
-            self._context.suspect(partition)
+            self._context.be_careful(partition)
         self._count_dead(state, partition)
 
     def _note_size(self, state: RoundState, partition: Partition, range_: Range, rows_size: int = 0) -> None:

@@ -36,8 +36,8 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,8 +57,8 @@ from outbox.consumer.errors import (
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from spark_jobs.errors import InputCut
-from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, RangeOutcome, RejectedRecords
-from spark_jobs.sink import Move, Sink, Way
+from spark_jobs.outcomes import EffectError, FallbackToBatch, RangeOutcome, RejectedRecords
+from spark_jobs.sink import Move, Sink, Transaction
 from spark_jobs.task.behind import Behind
 from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.feed import Feed, rejected_text
@@ -91,7 +91,6 @@ FAILURES: Final[Mapping[RangeOutcome, type[ConsumerError]]] = {
 """The errors for which a range could not be applied this time, by outcome. A subclass is reported as the class here."""
 
 _STOPPING: Final[Mapping[type[Exception], RangeOutcome]] = {
-    CopyError: RangeOutcome.COPY_ERROR,
     FallbackToBatch: RangeOutcome.FALLBACK,
     Fenced: RangeOutcome.FENCED,
     OffsetMoved: RangeOutcome.MOVED,
@@ -140,9 +139,7 @@ class TaskPlan:
     required  columns that may not be NULL.
     max_dead  a task that finds more rejected messages than this reads no further.
     dead      messages to store as dead letters with the range; they are not among the rows.
-    suspects  partitions that had repeats recently.
-    lenient   partitions with a value that does not fit its column.
-    slow      partitions whose rows could not be copied directly into the sink's table recently.
+    careful   partitions that had repeats lately, or rows that could not be copied directly into the sink's table.
     decoder   decodes the messages, for a task that reads Kafka and applies what it reads.
     behind    what such a task puts aside in addition to ``dead``: messages that nothing has read before it.
     tasks     the partition of each Spark task, for rows that Spark has processed.
@@ -155,9 +152,7 @@ class TaskPlan:
     required: tuple[str, ...]
     max_dead: int
     dead: Mapping[Partition, Sequence[DeadLetter]] = field(default_factory=dict)
-    suspects: frozenset[Partition] = frozenset()
-    lenient: frozenset[Partition] = frozenset()
-    slow: frozenset[Partition] = frozenset()
+    careful: frozenset[Partition] = frozenset()
     decoder: TaskDecoder | None = None
     behind: Behind | None = None
     tasks: Mapping[int, Partition] = field(default_factory=dict)
@@ -176,9 +171,6 @@ class TaskPlan:
 
     def without(self, partition: Partition) -> frozenset[int]:
         return frozenset(letter.record.place[2] for letter in self.dead.get(partition, ()))
-
-    def way(self, partition: Partition) -> Way:
-        return Way(partition in self.suspects, partition in self.lenient, partition not in self.slow)
 
 
 class RangeStopped(Exception):
@@ -322,19 +314,14 @@ def apply_all_in_one(
     where = f"{len(spans)} ranges at once"
     try:
         with stopping(where), plan.sink.transaction(where, _All(read.values()), most=0, here=True) as into:
-            fresh = -1
-            if into.fence_all(spans):
-                # A direct copy ends with this error at a repeat.
-                with suppress(FallbackToBatch):
-                    fresh = into.remember(itertools.chain.from_iterable(feed.whole() for feed in feeds.values()), Way())
-            if fresh != sum(feed.rows for feed in feeds.values()):
+            if not into.fence_all(spans) or not _all_new(into, feeds.values()):
                 # An error would close the driver's session, and these two are expected: a moved offset, a repeat.
                 into.rollback()
                 return None
             with into.at_once():
                 for partition, feed in feeds.items():
                     into.move(_moved(plan, partition, feed, feed.rows, read[partition]))
-            if fresh:
+            if any(feed.rows for feed in feeds.values()):
                 into.apply()
     except Exception as error:  # noqa: BLE001  found again, and reported, where each range is tried by itself
         _LOG.info("%s could not be applied, so each is applied by itself: %s", where, shown(error))
@@ -342,6 +329,16 @@ def apply_all_in_one(
     for partition, messages in read.items():
         plan.decoder.note_size(partition, messages.size)
     return {partition: _applied(feed, feed.rows, into.now()) for partition, feed in feeds.items()}
+
+
+def _all_new(into: Transaction, feeds: Collection[Feed]) -> bool:
+    """Load the rows of several ranges. Return whether none was applied before."""
+    try:
+        fresh = into.remember(batch for feed in feeds for batch in feed.whole())
+    except FallbackToBatch:
+        # A direct copy ends with this error at a repeat.
+        return False
+    return fresh == sum(feed.rows for feed in feeds)
 
 
 class _All:
@@ -385,7 +382,7 @@ def _apply_feed(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskIn
                 # Rolled back, because COMMIT requires that the input was read to its end.
                 into.rollback()
                 return TaskResult(RangeOutcome.ALREADY, feed.rows, size=feed.size)
-            fresh = into.remember(feed.whole(), plan.way(partition))
+            fresh = into.remember(feed.whole(), careful=partition in plan.careful)
             into.move(_moved(plan, partition, feed, fresh, source))
             if fresh:
                 into.apply()
@@ -440,7 +437,7 @@ def apply_retry(
             if not into.hold(retried):
                 into.rollback()
                 return TaskResult(RangeOutcome.ALREADY)
-            fresh = into.remember(feed.whole(), Way(repeats=True, lenient=DEAD_LETTERS in plan.lenient))
+            fresh = into.remember(feed.whole(), careful=True)
             into.resolve()
             if fresh:
                 into.apply()
