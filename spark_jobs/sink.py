@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 class Move:
     """A range that a transaction applies, and its figures.
 
-    log_end  where Kafka's log ended when the round was planned; for monitoring.
     read     how many rows there were, of which ``fresh`` were never applied before.
     dead     the range's messages that become dead letters.
     reached  there is no message between the range's end and this offset: the group continues from there.
@@ -54,7 +53,6 @@ class Move:
 
     partition: Partition
     span: Range
-    log_end: int | None = None
     read: int = 0
     fresh: int = 0
     dead: Sequence[DeadLetter] = ()

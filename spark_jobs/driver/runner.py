@@ -54,7 +54,7 @@ from spark_jobs.driver.options import Options, Report, Totals
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.planner import halt, limited, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
-from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundContext
+from spark_jobs.driver.round_context import Counts, Ranges, RoundContext
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
@@ -284,7 +284,7 @@ class Runner:
         ranges = self._search.narrowed(ranges)
         # Set before the round, so that a partition that fails does not block those after it.
         self._turn = next_turn(self._turn or (), ranges)
-        self._apply(OffsetRanges(ranges, {partition: known[partition].end for partition in ranges}), generation)
+        self._apply({at: replace(span, log_end=known[at].end) for at, span in ranges.items()}, generation)
         return True
 
     def _plan(
@@ -335,23 +335,23 @@ class Runner:
             self._lagging(lagging, ranges.keys() | self._leaderless)
         return stored, ranges
 
-    def _apply(self, planned: OffsetRanges, generation: int) -> None:
+    def _apply(self, ranges: Ranges, generation: int) -> None:
         """Apply the ranges of a round, and record the result."""
         began = time.monotonic()
         try:
-            counts = self._rounds.apply(planned, generation)
+            counts = self._rounds.apply(ranges, generation)
         except BaseException as error:
             # What other partitions have committed stays applied.
             if self._rounds.counts.passed:
                 self._note_sizes(self._rounds.counts)
                 self._count(self._rounds.counts, began)
             if isinstance(error, ConsumerError):
-                self._record_failure(planned.ranges, error)
+                self._record_failure(ranges, error)
             raise
-        self._search.passed(planned.ranges)
+        self._search.passed(ranges)
         self._note_sizes(counts)
         self._count(counts, began)
-        self._show_position({partition: one.end for partition, one in planned.ranges.items()})
+        self._show_position({partition: one.end for partition, one in ranges.items()})
 
     def _show_position(self, ends: Mapping[Partition, int]) -> None:
         """Show the group's position to Kafka's own tools, without waiting for the answer: nothing reads it back."""

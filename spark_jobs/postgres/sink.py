@@ -228,7 +228,7 @@ def move(
         moved.partition,
         moved.span.end,
         reached=moved.reached,
-        log_end=moved.log_end,
+        log_end=moved.span.log_end,
         leader_epoch=moved.span.leader_epoch,
         applied=applied,
         duplicates=moved.read - moved.fresh,

@@ -135,7 +135,6 @@ class TaskPlan:
 
     sink      where the rows go.
     ranges    the offsets to apply of each partition.
-    log_ends  where Kafka's log ended when the round was planned; for monitoring.
     required  columns that may not be NULL.
     max_dead  a task that finds more rejected messages than this reads no further.
     dead      messages to store as dead letters with the range; they are not among the rows.
@@ -148,7 +147,6 @@ class TaskPlan:
 
     sink: Sink
     ranges: Mapping[Partition, Range]
-    log_ends: Mapping[Partition, int]
     required: tuple[str, ...]
     max_dead: int
     dead: Mapping[Partition, Sequence[DeadLetter]] = field(default_factory=dict)
@@ -393,8 +391,7 @@ def _apply_feed(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskIn
 
 def _moved(plan: TaskPlan, partition: Partition, feed: Feed, fresh: int, source: TaskInput[Any]) -> Move:
     dead = (*plan.dead.get(partition, ()), *feed.behind)
-    span, log_end = plan.ranges[partition], plan.log_ends.get(partition)
-    return Move(partition, span, log_end, feed.rows, fresh, dead, source.reached)
+    return Move(partition, plan.ranges[partition], feed.rows, fresh, dead, source.reached)
 
 
 def _applied(feed: Feed, fresh: int, committed: float | None) -> TaskResult:
@@ -472,5 +469,4 @@ def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
         for partition in sorted(partitions):
             span = plan.ranges[partition]
             if into.fence(partition, span):
-                dead = plan.dead.get(partition, ())
-                into.move(Move(partition, span, plan.log_ends.get(partition), dead=dead))
+                into.move(Move(partition, span, dead=plan.dead.get(partition, ())))

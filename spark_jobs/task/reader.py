@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -244,7 +243,7 @@ class RangeReader:
             at_once = _AT_FIRST
             while unread:
                 most = min(at_once, sum(span.end - span.at for span in unread.values()))
-                with _GARBAGE_COLLECTION.off():
+                with _without_garbage_collection():
                     messages = self._consumer.consume(most, _WAIT_SECONDS)
                     taken = self._sorted(messages, unread).items()
                     part = {partition: _columns(partition, some) for partition, some in taken if some}
@@ -335,32 +334,20 @@ def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
     )
 
 
-class _GarbageCollection:
-    """Switches Python's garbage collection off while any thread wants that; a driver may run several consumers."""
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable it inside the block: creating many small objects takes half the time without searches for cycles.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._without = 0
-        self._was = False
-
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """Disable it inside the block: creating many small objects takes half the time without searches for cycles."""
-        with self._lock:
-            if self._without == 0:
-                self._was = gc.isenabled()
-                gc.disable()
-            self._without += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._without -= 1
-                if self._without == 0 and self._was:
-                    gc.enable()
-
-
-_GARBAGE_COLLECTION: Final = _GarbageCollection()
+    Of several threads, each that has disabled it enables it at its end, so it never stays off.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 _Name = tuple[int, str, frozenset[tuple[str, str]]]

@@ -421,7 +421,7 @@ def test_a_sink_travels_to_the_executors(database):
 
 def test_a_task_needs_nothing_else(database):
     """The task itself, with its report: applied, again, fenced."""
-    plan = TaskPlan(database.sink, {PARTITION: Range(TOPIC_ID, 0, 2)}, {}, ("message_id",), 10)
+    plan = TaskPlan(database.sink, {PARTITION: Range(TOPIC_ID, 0, 2)}, ("message_id",), 10)
 
     def report(made: TaskPlan, *batches: pa.RecordBatch) -> tuple[str, int]:
         ((found,),) = (one.to_pylist() for one in task.apply_rows(made, in_memory(batches)))
