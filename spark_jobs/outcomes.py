@@ -15,7 +15,6 @@ class RangeOutcome(StrEnum):
     |------------------------|----------------------------------------------------------------------------------|
     | APPLIED, ALREADY       | the range is done; ALREADY: an earlier attempt had applied it; or, of dead       |
     |                        | letters to retry, one no longer exists, and the others are tried again           |
-    | EMPTY                  | no row came: the driver moves the offset                                         |
     | REJECTED               | the driver runs the range again without the messages that ``detail`` names       |
     | FALLBACK               | again, through ``batch`` instead of directly into the sink's table               |
     | FENCED, BROKEN         | the job ends                                                                     |
@@ -25,7 +24,6 @@ class RangeOutcome(StrEnum):
 
     APPLIED = "applied"
     ALREADY = "already"
-    EMPTY = "empty"
     REJECTED = "rejected"
     FALLBACK = "fallback"
     FENCED = "fenced"

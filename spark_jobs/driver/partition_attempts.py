@@ -59,9 +59,17 @@ class PartitionAttempts:
         if not tasks:
             # Spark saw that no row passes the transform, and ran no task.
             self._context.require_decoded(prepared.source)
-            return dict.fromkeys(ranges, TaskResult(RangeOutcome.EMPTY))
+            return self.step_over(ranges, state, generation)
         _require_reports(ranges, results)
         return results
+
+    def step_over(self, ranges: Ranges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
+        """Move the offsets over ranges with nothing to apply."""
+        try:
+            task.step_over(self._context.plan(ranges, state, generation, {}))
+        except task.RangeStopped as stop:
+            raise ENDING[stop.outcome](stop.detail) from stop
+        return dict.fromkeys(ranges, TaskResult(RangeOutcome.APPLIED))
 
     def _attempt_reading(
         self, columns: Mapping[str, str], ranges: Ranges, state: RoundState, generation: int

@@ -8,8 +8,8 @@ What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
 
 | what happens                         | what follows                                                             |
 |--------------------------------------|--------------------------------------------------------------------------|
-| Spark runs no task, because it sees  | as for EMPTY, unless a row of these ranges does not decode               |
-| that the transform filters all rows  |                                                                          |
+| Spark runs no task, because it sees  | the driver moves the offsets, unless a row of these ranges does not      |
+| that the transform filters all rows  | decode                                                                   |
 | messages are rejected                | they become dead letters; with keep_order the later ones of their keys   |
 |                                      | do too; if there are more of these than max_dead, in pieces of the round |
 | a row that does not decode reaches a | Undecoded: the driver looks for all such rows                            |
@@ -142,7 +142,7 @@ class Rounds:
             left = ranges
             while left:
                 results = self._attempt(left, state, generation)
-                left = _only(left, self._handle_outcomes(left, results, state, generation))
+                left = _only(left, self._handle_outcomes(left, results, state))
         except BaseException:
             self._dead_keys.forget()
             raise
@@ -249,13 +249,11 @@ class Rounds:
             return as_one(ranges, TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
 
     def _handle_outcomes(
-        self, ranges: Ranges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
+        self, ranges: Ranges, results: Mapping[Partition, TaskResult], state: RoundState
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to retry. Raises errors that end the round."""
         again: list[Partition] = []
-        empty: list[Partition] = []
         rejected: list[RejectedRecord] = []
-        ends = False
         for partition, one in results.items():
             match one.outcome:
                 case RangeOutcome.APPLIED:
@@ -265,8 +263,6 @@ class Rounds:
                 case RangeOutcome.ALREADY:
                     self._dead_keys.forget()
                     self._note_size(state, partition, ranges[partition], one.size)
-                case RangeOutcome.EMPTY:
-                    empty.append(partition)
                 case RangeOutcome.REJECTED:
                     rejected += rejected_from(one.detail)
                     again.append(partition)
@@ -285,11 +281,10 @@ class Rounds:
                     | RangeOutcome.INTERRUPTED
                     | RangeOutcome.UNAVAILABLE
                 ):
-                    ends = True
+                    # Raised below, once the others are counted.
+                    pass
                 case _:
                     assert_never(one.outcome)
-        if empty and not ends:
-            self._step_over(_only(ranges, empty), state, generation)
         self._raise_if_ending(results, rejected)
         if rejected:
             self._make_dead_letters(state, _only(ranges, again), rejected)
@@ -320,27 +315,15 @@ class Rounds:
         if one.fresh < one.read:
             state.counts.duplicates += one.read - one.fresh
             self._context.be_careful(partition)
-        self._count_dead(state, partition)
-
-    def _note_size(self, state: RoundState, partition: Partition, span: Range, rows_size: int = 0) -> None:
-        """Record what a range takes in memory: as messages, whatever becomes of them, or as rows if these take more."""
-        offsets, size = state.counts.sizes.get(partition[0], (0, 0))
-        here = max(rows_size, self._context.size_read(partition))
-        state.counts.sizes[partition[0]] = (offsets + span.end - span.start, size + here)
-
-    def _count_dead(self, state: RoundState, partition: Partition) -> None:
         dead = len(state.letters(partition))
         state.counts.read += dead
         state.counts.dead += dead
 
-    def _step_over(self, ranges: Ranges, state: RoundState, generation: int) -> None:
-        try:
-            task.step_over(self._context.plan(ranges, state, generation, {}), list(ranges))
-        except task.RangeStopped as stop:
-            raise ENDING[stop.outcome](stop.detail) from stop
-        for partition, span in ranges.items():
-            self._count_dead(state, partition)
-            self._note_size(state, partition, span)
+    def _note_size(self, state: RoundState, partition: Partition, span: Range, rows_size: int) -> None:
+        """Record what a range takes in memory: as messages, whatever becomes of them, or as rows if these take more."""
+        offsets, size = state.counts.sizes.get(partition[0], (0, 0))
+        here = max(rows_size, self._context.size_read(partition))
+        state.counts.sizes[partition[0]] = (offsets + span.end - span.start, size + here)
 
     def _make_dead_letters(self, state: RoundState, ranges: Ranges, rejected: Sequence[RejectedRecord]) -> None:
         """Make dead letters of rejected messages and, with keep_order, of the later messages of their keys."""

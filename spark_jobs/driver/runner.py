@@ -6,7 +6,7 @@
 | driver is killed                   | the next one gives what waits to executors: a message may have been the cause   |
 | driver is started twice            | the newer takes the group over; the older is fenced at its next transaction     |
 | Kafka or Postgres is away          | retried with backoff (``continuous`` for as long as it takes)                   |
-| a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
+| a range holds only markers         | its task moves the offset all the same, by compare-and-swap                     |
 | a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
 | the effect itself fails            | its partition is rolled back, and the job ends and names it                     |
 | a partition has no leader          | ``continuous`` reads the others, and /readyz shows it; ``once`` fails           |

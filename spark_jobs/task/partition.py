@@ -10,8 +10,8 @@
 | apply_retry      | the driver, if Spark runs no task      | the same                                          |
 | step_over        | the driver                             | ranges with nothing to apply, in one transaction  |
 
-read_and_apply and apply_in_driver call apply_range for each range; this and apply_rows call _apply_feed, the
-transaction of one range. At-most-once a range has two transactions, see postgres/at_most_once.py.
+read_and_apply and apply_in_driver call apply_range for each range; this and apply_rows call _apply, the transaction of
+one range. At-most-once a range has two transactions, see postgres/at_most_once.py.
 
 Offsets, ids and counts are written before the effect runs: if the effect's function commits the transaction, which it
 must not do, they are committed with it.
@@ -205,14 +205,10 @@ def apply_rows(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[p
     Known failures are reported instead of raised: an error in Spark would end the tasks of all other partitions, and
     carry less information.
     """
-    first = next((batch for batch in batches if batch.num_rows), None)
     partition = plan.partition()
-    if first is None:
-        # The range has only transaction markers, or the transform has filtered all of its rows.
-        yield TaskResult(RangeOutcome.EMPTY).report(partition)
-        return
-    rows = _of_one(partition, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
-    yield _apply_feed(plan, partition, Feed(plan.required, rows, plan.max_dead), batches).report(partition)
+    yield _apply(
+        plan, partition, batches, lambda rows: Feed(plan.required, _of_one(partition, rows), plan.max_dead)
+    ).report(partition)
 
 
 def with_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[pa.RecordBatch]) -> Iterator[Any]:
@@ -281,19 +277,9 @@ def apply_in_driver(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]
 
 
 def apply_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> TaskResult:
-    """Apply a partition's range, which the caller reads from Kafka.
-
-    Unlike ``apply_rows``, it also moves the offset over a range without messages, because here their absence is proved.
-    """
+    """Apply a partition's range, which the caller reads from Kafka."""
     assert plan.decoder is not None
-    try:
-        with stopping(_where(plan, partition)):
-            # Before the transaction: Kafka may be slow, and the partition's offset must not be locked meanwhile.
-            first = next(messages, None)
-    except RangeStopped as stop:
-        return TaskResult(stop.outcome, detail=stop.detail)
-    parts = messages if first is None else itertools.chain([first], messages)
-    result = _apply_feed(plan, partition, _fed(plan, parts), messages)
+    result = _apply(plan, partition, messages, functools.partial(_fed, plan))
     plan.decoder.note_size(partition, messages.size)
     return result
 
@@ -372,18 +358,26 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], behind: list[DeadLetter]) 
         yield others
 
 
-def _apply_feed(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
+def _apply(
+    plan: TaskPlan, partition: Partition, source: TaskInput[Any], fed: Callable[[Iterable[Any]], Feed]
+) -> TaskResult:
+    """Apply a range in a transaction of its own. ``fed`` makes rows of what the input gives."""
     where, span = _where(plan, partition), plan.ranges[partition]
+    first: list[Any] = []
+    feed = fed(itertools.chain(first, source))
     try:
-        with stopping(where), plan.sink.transaction(where, source, most=plan.max_dead, here=plan.in_driver) as into:
-            if not into.fence(partition, span):
-                # Rolled back, because COMMIT requires that the input was read to its end.
-                into.rollback()
-                return TaskResult(RangeOutcome.ALREADY, feed.rows, size=feed.size)
-            fresh = into.remember(feed.whole(), careful=partition in plan.careful)
-            into.move(_moved(plan, partition, feed, fresh, source))
-            if fresh:
-                into.apply()
+        with stopping(where):
+            # Before the transaction: Kafka may be slow, and the partition's offset must not be locked meanwhile.
+            first += itertools.islice(source, 1)
+            with plan.sink.transaction(where, source, most=plan.max_dead, here=plan.in_driver) as into:
+                if not into.fence(partition, span):
+                    # Rolled back, because COMMIT requires that the input was read to its end.
+                    into.rollback()
+                    return TaskResult(RangeOutcome.ALREADY)
+                fresh = into.remember(feed.whole(), careful=partition in plan.careful)
+                into.move(_moved(plan, partition, feed, fresh, source))
+                if fresh:
+                    into.apply()
     except RangeStopped as stop:
         return TaskResult(stop.outcome, feed.rows, detail=stop.detail, size=feed.size)
     return _applied(feed, fresh, into.now())
@@ -462,11 +456,10 @@ def stopping(where: str) -> Iterator[None]:
         raise RangeStopped(outcome, str(error)) from error
 
 
-def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
+def step_over(plan: TaskPlan) -> None:
     """Move the offsets over ranges with nothing to apply, and store their dead letters, in one transaction."""
     where = "stepping over what holds nothing to apply"
     with stopping(where), plan.sink.transaction(where, NO_INPUT, most=0, here=True) as into:
-        for partition in sorted(partitions):
-            span = plan.ranges[partition]
+        for partition, span in sorted(plan.ranges.items()):
             if into.fence(partition, span):
                 into.move(Move(partition, span, dead=plan.dead.get(partition, ())))

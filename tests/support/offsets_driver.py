@@ -52,7 +52,7 @@ class Driver:
         runner, rounds = self.runner, []
 
         def apply(ranges: Ranges, generation: int) -> Counts:
-            runner._rounds._step_over(ranges, RoundState(), generation)
+            runner._rounds._attempts.step_over(ranges, RoundState(), generation)
             rounds.append(ranges)
             return Counts()
 
@@ -81,7 +81,7 @@ class Driver:
         store = self.runner._store
         here = store.stored([self.topic])[self.topic, part]
         ranges = {(self.topic, part): Range(here.topic_id, here.next_offset, end)}
-        self.runner._rounds._step_over(ranges, RoundState(), self.runner._begin())
+        self.runner._rounds._attempts.step_over(ranges, RoundState(), self.runner._begin())
         assert store.stored([self.topic])[self.topic, part].next_offset == end
 
     def delete_before(self, part: int, offset: int) -> None:

@@ -102,7 +102,7 @@ class Consumer:
         self._health.observe(text, figures)
 
     def _step_over(self, ranges: Ranges, generation: int) -> Counts:
-        self.runner._rounds._step_over(ranges, RoundState(), generation)
+        self.runner._rounds._attempts.step_over(ranges, RoundState(), generation)
         return Counts()
 
 

@@ -431,7 +431,7 @@ def test_a_task_needs_nothing_else(database):
     assert report(plan, rows([1, 2])) == ("already", 0)
     refused = replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 3)}, careful=frozenset({PARTITION}))
     assert report(refused, rows([100_000], start=2)) == ("rejected", 0)
-    task.step_over(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 9)}), [PARTITION])
+    task.step_over(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 9)}))
     assert database.read("position") == [(9,)]
     database.set("younger")
     assert report(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 9, 10)}), rows([9], start=9)) == ("fenced", 0)

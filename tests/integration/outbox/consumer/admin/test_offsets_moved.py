@@ -64,7 +64,7 @@ def test_setting_an_offset_fences_a_running_consumer_and_is_audited(driver):
         running._round({})
     ranges = {(driver.topic, 0): Range(details["partitions"][0]["topic_id"], 4, 6)}
     with pytest.raises(Fenced, match="was taken over"):
-        running._rounds._step_over(ranges, RoundState(), running._generation)
+        running._rounds._attempts.step_over(ranges, RoundState(), running._generation)
     [(generation,)] = driver.rows("SELECT DISTINCT generation FROM consumer.offsets")
     assert generation == driver.generation() == moved["generation"]
     driver.runner = driver.start()
