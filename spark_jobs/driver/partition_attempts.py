@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from outbox.consumer.errors import ConsumerUnavailable, CorruptRecords, EffectFailed
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Partition
-from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
+from spark_jobs.dedup.strategies import OffsetsOnly, Remembering
 from spark_jobs.driver.round_context import ENDING, Ranges, RoundContext, RoundState
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import InputCut
@@ -106,7 +106,7 @@ class PartitionAttempts:
             # At-most-once moves the offsets in transactions of their own.
             self._job.delivery == "exactly-once"
             and isinstance(self._job.effect, Insert | Upsert)
-            and isinstance(self._job.strategy, Dedup | Fingerprint | OffsetsOnly)
+            and isinstance(self._job.strategy, Remembering | OffsetsOnly)
         )
 
     def _read_in_driver(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:

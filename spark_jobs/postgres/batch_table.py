@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import psycopg
 from psycopg import sql
@@ -31,7 +31,7 @@ from outbox.consumer.errors import shown
 from outbox.consumer.model import META_PLACE, MessageRef, RejectedRecord, refs_of
 from outbox.consumer.postgres_errors import by_data, caused_by, passing
 from outbox.consumer.statements import IMMEDIATE
-from spark_jobs.dedup.strategies import DedupStore, Strategy, Version
+from spark_jobs.dedup.strategies import DedupStore, Remembering, Strategy, Version
 from spark_jobs.errors import Reject, StagedRowsLost
 from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.postgres.copying import Unfit
@@ -100,10 +100,8 @@ class BatchTable:
         """Copy rows into ``batch``. Raises RejectedRecords for messages with a value that does not fit its column."""
         rows = self._ids_while(self._kept_while(batches))
         found = copy_fitting(self._cursor, sql.Identifier("batch"), self._columns, rows, self._max_dead)
-        if found and not self._bisecting:
-            raise EffectError(found[0].error)
         if found:
-            raise RejectedRecords(found)
+            self._refuse(found)
 
     def take(self, staged: sql.Identifier, names: Sequence[str], rows: int) -> None:
         """Fill ``batch`` from a staging table, with the rows that were staged under ``names``, which are ``rows``.
@@ -158,13 +156,12 @@ class BatchTable:
                 raise
             found = self._bisect(lambda: version.check(self._cursor)) if self._bisecting else []
             raise (RejectedRecords(found) if found else EffectError(shown(error))) from error
-        most = self._max_dead + 1 + len(forgiven)
-        old = [one for one in self._strategy.too_old(self._cursor, self._dedup, most) if one[0] not in forgiven]
-        if old:
-            rejected = [RejectedRecord(place, "too-old", why) for place, why in old]
-            if not self._bisecting:
-                raise EffectError(f"{rejected[0].place}: {rejected[0].error}")
-            raise RejectedRecords(rejected)
+        if not isinstance(self._strategy, Remembering):
+            return
+        old = self._strategy.too_old(self._cursor, self._dedup, self._max_dead + 1 + len(forgiven))
+        rejected = [RejectedRecord(place, "too-old", why) for place, why in old if place not in forgiven]
+        if rejected:
+            self._refuse(rejected)
 
     def count(self) -> int:
         [(count,)] = self._cursor.execute("SELECT count(*) FROM batch").fetchall()
@@ -198,6 +195,11 @@ class BatchTable:
         found = self._bisect(self._run)
         if found:
             raise RejectedRecords(found)
+
+    def _refuse(self, found: Sequence[RejectedRecord]) -> NoReturn:
+        if not self._bisecting:
+            raise EffectError(f"{found[0].place}: {found[0].error}")
+        raise RejectedRecords(found)
 
     def _bisect(self, do: Callable[[], object]) -> list[RejectedRecord]:
         """Call ``do`` for smaller and smaller parts of ``batch``, in offset order. Return the messages that fail.
@@ -265,10 +267,7 @@ class BatchTable:
             return
         except Reject as reject:
             refs = dict.fromkeys(self._rejected(reject, rows))
-            rejected = [RejectedRecord(place, "rejected", reject.why) for place in list(refs)[: self._max_dead + 1]]
-            if not self._bisecting:
-                raise EffectError(f"{rejected[0].place}: {reject.why}") from reject
-            raise RejectedRecords(rejected) from reject
+            self._refuse([RejectedRecord(place, "rejected", reject.why) for place in list(refs)[: self._max_dead + 1]])
         except psycopg.Error:
             raise
         except Exception as error:
@@ -321,7 +320,7 @@ class BatchTable:
         """Keep the ids of the batches that pass. If one is not in the usual form, the database's are used instead."""
         from spark_jobs.dedup.processed import ids_of
 
-        self._ids = [] if self._strategy.remembers else None
+        self._ids = [] if isinstance(self._strategy, Remembering) else None
         for batch in batches:
             if self._ids is not None:
                 try:

@@ -131,7 +131,6 @@ def test_offsets_alone_go_with_every_effect():
     effects = ("SELECT 1", Insert("s"), Upsert("s", ["k"], deletes=True), lambda _cursor, _rows: None)
     for effect, atomic in itertools.product(effects, ("partition", "batch")):
         assert job(effect, atomic=atomic, keep_order=True, strategy=OffsetsOnly()).reducing == OffsetsOnly()
-    assert not OffsetsOnly().remembers
     assert OffsetsOnly().required == ()
 
 
