@@ -108,8 +108,12 @@ class TooMuch(Exception):
     """A few messages are too large to be held at once."""
 
 
-class _RangeProgress:
-    """How much of one partition's range has been read."""
+class RangeProgress:
+    """How much of one partition's range has been read.
+
+    at    the offset before which no message is outstanding; may be beyond the range once that is complete.
+    size  bytes, of messages also that are not among the batches.
+    """
 
     def __init__(self, partition: Partition, span: Range, without: Collection[int]) -> None:
         self.partition = partition
@@ -186,7 +190,7 @@ class RangeReader:
 
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
         """Return a range's messages, except for the offsets ``without``; they are read during iteration."""
-        progress = _RangeProgress(partition, span, without)
+        progress = RangeProgress(partition, span, without)
         return TaskInput(self._parts(progress), progress.require_whole, progress)
 
     def whole(
@@ -196,7 +200,7 @@ class RangeReader:
         from spark_jobs.task.incoming import Messages
 
         spans = {
-            partition: _RangeProgress(partition, span, without.get(partition, ())) for partition, span in ranges.items()
+            partition: RangeProgress(partition, span, without.get(partition, ())) for partition, span in ranges.items()
         }
         found: dict[Partition, list[Messages]] = {partition: [] for partition in spans}
         size = 0
@@ -214,7 +218,7 @@ class RangeReader:
             for partition, parts in found.items()
         }
 
-    def _parts(self, span: _RangeProgress) -> Iterator[Messages]:
+    def _parts(self, span: RangeProgress) -> Iterator[Messages]:
         from spark_jobs.task.incoming import Messages
 
         held: list[Messages] = []
@@ -229,7 +233,7 @@ class RangeReader:
         if held:
             yield Messages.joined(held)
 
-    def _read(self, spans: Mapping[Partition, _RangeProgress]) -> Iterator[tuple[dict[Partition, Messages], int]]:
+    def _read(self, spans: Mapping[Partition, RangeProgress]) -> Iterator[tuple[dict[Partition, Messages], int]]:
         """Read until all ranges are complete. Yields new messages by partition, and their bytes."""
         unread = {partition: span for partition, span in spans.items() if not span.whole}
         if not unread:
@@ -296,7 +300,7 @@ class RangeReader:
             self._refused = error
 
     def _sorted(
-        self, messages: Sequence[Message], spans: Mapping[Partition, _RangeProgress]
+        self, messages: Sequence[Message], spans: Mapping[Partition, RangeProgress]
     ) -> dict[Partition, list[Message]]:
         """Return the messages of each partition. Raises KafkaException for an error."""
         if len(spans) == 1 and not any(message.error() for message in messages):
@@ -316,7 +320,7 @@ class RangeReader:
         return taken
 
 
-def _shown(spans: Mapping[Partition, _RangeProgress]) -> str:
+def _shown(spans: Mapping[Partition, RangeProgress]) -> str:
     named = [f"{topic}-{part} from offset {span.at}" for (topic, part), span in spans.items()]
     return ", ".join(named[:3]) + (f" and {len(named) - 3} partitions more" if len(named) > 3 else "")
 

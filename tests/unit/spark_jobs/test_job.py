@@ -135,7 +135,7 @@ def test_offsets_alone_go_with_every_effect():
 
 
 def test_names_that_are_the_consumers_own():
-    for name in ("outbox_batch_held_at", "message_raw_key", *META):
+    for name in ("outbox_batch_held_at", *META):
         with pytest.raises(JobError, match=f"the name {name} is reserved for the consumer"):
             job("SELECT 1", schema=Named("a", name)).payload_columns()
     assert job("SELECT 1", schema=Named("held_at", "outbox_id")).payload_columns() == ("held_at", "outbox_id")

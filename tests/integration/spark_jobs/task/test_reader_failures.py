@@ -209,8 +209,8 @@ def test_a_reader_that_ends_early_commits_nothing(between, sink, monkeypatch):
 
 def test_messages_that_come_twice_are_not_applied_twice(between, sink, monkeypatch):
     _, proxy, topic = between
-    take = reader._RangeProgress.take
-    monkeypatch.setattr(reader._RangeProgress, "take", lambda self, messages: take(self, [*messages, *messages[-1:]]))
+    take = reader.RangeProgress.take
+    monkeypatch.setattr(reader.RangeProgress, "take", lambda self, messages: take(self, [*messages, *messages[-1:]]))
     with opened_at(proxy.address) as made:
         report = apply(sink, made, topic)
         assert report["outcome"] == "cut"
