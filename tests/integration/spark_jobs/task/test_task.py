@@ -208,6 +208,7 @@ def other_days() -> Callable[[Any], Any]:
 NO_SQL = "SELECT %(grp)s, {day}, '{processed_messages}' FROM batch"
 NO_ROWS = "SELECT 1, 2, 3, 4 FROM {groups} WHERE owner IS NULL AND grp = %(grp)s"
 KAFKAS_DAY = "(message_time AT TIME ZONE 'UTC')::date"
+ANY_DAY = "(date '2026-01-01' + mod(pg_current_xact_id()::text::bigint, 10000)::int)"
 AGAIN = (2, 2, [1, 2, 2, 3], 4)
 FORGOTTEN = ("applied", [1, 2], 2)
 PASSED_OVER = ("applied", [0, 1, 7, 2, 8, 9], 4)
@@ -220,11 +221,13 @@ MUTATIONS: dict[str, tuple[tuple[str, ...], object, str, Any, Callable[[Sink], N
     "any start offset": (BOTH, GroupRows, "fence", ANY_START, behind_the_group, PASSED_OVER),
     "a range again": (("batch",), GroupRows, "fence", ANY_START, applied_before, ("applied", [1, 1, 2, 2], 2)),
     "any topic id": (("batch",), GroupRows, "fence", fence_without("topic_id"), another_topic, ("applied", [1])),
-    "no ids": (BOTH, processed, "copy_ids", lambda *_: None, repeated, AGAIN),
+    "no ids": (("batch",), processed, "copy_ids", lambda *_: None, repeated, AGAIN),
+    "no ids, direct": (("direct",), processed, "insert_ids", lambda *_: None, repeated, AGAIN),
     "no ids by SQL": (("by SQL",), strategies, "_REMEMBER", NO_SQL, repeated, AGAIN),
     "no others' ids": (("batch",), processed, "copy_ids", lambda *_: None, repeated_by_another_partition, (1, [1, 1])),
     "repeats stay": (("batch",), strategies, "keep_first", lambda *_: "SELECT 1", repeated_in_one_batch, [2, 1, 2]),
-    "the day of anything": (BOTH, identity, "days", other_days(), repeated_after_midnight, [1, 1]),
+    "the day of anything": (("batch",), identity, "days", other_days(), repeated_after_midnight, [1, 1]),
+    "any day, direct": (("direct",), strategies, "DAY_OF_ID", ANY_DAY, repeated_after_midnight, [1, 1]),
     "Kafka's day": (("by SQL",), strategies, "DAY_OF_ID", KAFKAS_DAY, repeated_after_midnight, [1, 1]),
     "nothing is forgotten": (("batch",), strategies, "_FORGOTTEN", NO_ROWS, forgotten, FORGOTTEN),
     "no day is forgotten": (("direct",), processed, "any_before", lambda *_: False, forgotten, FORGOTTEN),
