@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
@@ -17,6 +17,10 @@ from spark_jobs.postgres.copying import Unfit, copy_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+_AT_ONCE: Final = 1024 * 1024
+"""So many bytes are worth a COPY of their own."""
 
 
 def copy_fitting(
@@ -36,8 +40,7 @@ def copy_fitting(
     parts: list[pa.RecordBatch] = []
     try:
         with cursor.connection.transaction():
-            for batch in rest:
-                parts = [batch]
+            while parts := _some(rest):
                 copy_rows(cursor, table, columns, parts)
         return []
     except (Unfit, psycopg.Error) as error:
@@ -55,6 +58,14 @@ def copy_fitting(
     if not found:
         raise EffectError(f"{whole}; each of the rows fits by itself")
     return list(found.values())
+
+
+def _some(batches: Iterator[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """Take the next batches for one COPY: each waits for an answer, and of small batches there may be many."""
+    taken: list[pa.RecordBatch] = []
+    while sum(batch.nbytes for batch in taken) < _AT_ONCE and (batch := next(batches, None)) is not None:
+        taken.append(batch)
+    return taken
 
 
 def _refused(
