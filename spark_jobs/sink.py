@@ -157,7 +157,7 @@ class GroupStore(Protocol):
     def stored(self, topics: Iterable[str]) -> Mapping[Partition, StoredOffset]:
         """Return the group's offsets in these topics."""
 
-    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
+    def dead_keys(self, topics: Iterable[str]) -> list[tuple[str, bytes]]:
         """Return the keys of the group's dead letters, with their topics."""
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:

@@ -238,10 +238,10 @@ class SqliteStore:
         rows = self.run("SELECT topic, part, topic_id, next_offset FROM offsets WHERE grp = ?", self.group)
         return {(topic, part): StoredOffset(*rest) for topic, part, *rest in rows if topic in set(topics)}
 
-    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
+    def dead_keys(self, topics: Iterable[str]) -> list[tuple[str, bytes]]:
         """Return the keys of the group's dead letters."""
         rows = self.run("SELECT DISTINCT topic, message_key FROM dead_letters WHERE grp = ?", self.group)
-        return {(topic, key): None for topic, key in rows if topic in set(topics) and key is not None}
+        return [(topic, key) for topic, key in rows if topic in set(topics) and key is not None]
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried, of the partition whose first one is the oldest."""

@@ -224,9 +224,8 @@ class PostgresGroupStore:
             if not changed.rowcount:
                 self.rows.require(connection, generation)
 
-    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
-        rows = self._read(KEYS, topics=list(topics))
-        return {(topic, bytes(key)): None for topic, key in rows}
+    def dead_keys(self, topics: Iterable[str]) -> list[tuple[str, bytes]]:
+        return [(topic, bytes(key)) for topic, key in self._read(KEYS, topics=list(topics))]
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried: those of one partition, in the order of their messages.

@@ -47,12 +47,6 @@ if TYPE_CHECKING:
     from spark_jobs.task.incoming import Messages
 
 PATIENCE_SECONDS: Final = 30.0
-_OURS: Final = frozenset(
-    {
-        *("isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"),
-        *("enable.partition.eof", "check.crcs", "statistics.interval.ms"),
-    }
-)
 _ROWS: Final = 10_000
 """The most messages in one batch of a range."""
 _BYTES: Final = 16 * 1024 * 1024
@@ -64,16 +58,18 @@ _AT_FIRST: Final = 16
 _WAIT_SECONDS: Final = 0.02
 _MOST_BYTES: Final = 64 * 1024 * 1024
 """The most that the driver holds at once."""
-_SETTINGS: Final[Mapping[str, Any]] = {
+_OURS: Final[Mapping[str, Any]] = {
     "enable.auto.commit": False,
     "enable.partition.eof": True,
     "isolation.level": "read_committed",
     # If retention or a truncation has removed the offset, raise an error instead of reading elsewhere.
     "auto.offset.reset": "error",
-    "allow.auto.create.topics": False,
     "check.crcs": True,
     # Shows progress in records that are not delivered: see RangeReader._progress.
     "statistics.interval.ms": 1000,
+}
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "allow.auto.create.topics": False,
     # How long a broker waits at the end of a partition whose last record is a transaction marker: only its answer
     # shows that no message follows.
     "fetch.wait.max.ms": 20,
@@ -99,9 +95,10 @@ class ReaderSettings:
 
     def librdkafka(self) -> dict[str, Any]:
         """Return librdkafka's options. Raises JobError for one that the consumer must set itself."""
-        for name in _OURS & self.options.keys():
+        ours = {**_OURS, "group.id": f"{self.group}-spark"}
+        for name in ours.keys() & self.options.keys():
             raise JobError(f"kafka option {name!r} is set by the consumer itself; remove it")
-        return {**_SETTINGS, **self.options, "group.id": f"{self.group}-spark"}
+        return {**_DEFAULTS, **self.options, **ours}
 
 
 class TooMuch(Exception):

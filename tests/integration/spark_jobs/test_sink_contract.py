@@ -363,7 +363,7 @@ def retried(database: Database, requests: Mapping[Any, Any], *batches: pa.Record
 def test_a_dead_letter_goes_with_its_effect(database):
     requests = letters(database, 3, 4)
     assert [one.place[2] for one in database.store().retried(["t"], 10, keep_order=False)] == [3, 4]
-    assert database.store().dead_keys(["t"]) == {("t", b"k"): None}
+    assert database.store().dead_keys(["t"]) == [("t", b"k")]
     assert retried(database, requests, rows([3, 4], start=3)) == 2
     assert (database.read("numbers"), database.read("letters")) == ([(3,), (4,)], [])
     # A retry of the task after its COMMIT.

@@ -175,7 +175,7 @@ def test_a_long_stretch_that_was_aborted_is_waited_for(between, aborted, monkeyp
     _, proxy, _ = between
     # A record with each answer, and each answer late.
     settings_ = {"fetch.max.bytes": 1_000_000, "message.max.bytes": 1_000_000, "statistics.interval.ms": 50}
-    monkeypatch.setattr(reader, "_SETTINGS", {**reader._SETTINGS, **settings_})
+    monkeypatch.setattr(reader, "_OURS", {**reader._OURS, **settings_})
     proxy.on(FETCH, delay_response(0.25), times=10_000)
     try:
         with opened_at(proxy.address, patience_seconds=3.0) as made:
