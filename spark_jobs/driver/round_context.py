@@ -107,7 +107,6 @@ class RoundState:
     dead_keys: Mapping[str, AbstractSet[bytes]] = field(default_factory=dict)
     behind: int = 0
     at_fault: int = 0
-    counts: Counts = field(default_factory=Counts)
 
     def letters(self, partition: Partition) -> list[DeadLetter]:
         return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]

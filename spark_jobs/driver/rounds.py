@@ -125,16 +125,16 @@ class Rounds:
         All other errors may be temporary: the classes of task.FAILURES, WorkerLost, and psycopg's errors if the
         driver's own session fails.
         """
-        with self._round(job_groups.described(ranges), ranges) as counts:
+        with self._round(job_groups.described(ranges), ranges):
             try:
-                self._apply(ranges, counts, generation)
+                self._apply(ranges, generation)
             except _TooManyBehind:
-                self._apply_in_pieces(ranges, counts, generation)
-        return counts
+                self._apply_in_pieces(ranges, generation)
+        return self.counts
 
-    def _apply(self, ranges: Ranges, counts: Counts, generation: int, at_fault: int = 0) -> int:
+    def _apply(self, ranges: Ranges, generation: int, at_fault: int = 0) -> int:
         """Apply ranges. ``at_fault``: messages at fault in earlier pieces. Returns the new total."""
-        state = RoundState(counts=counts, at_fault=at_fault)
+        state = RoundState(at_fault=at_fault)
         self._context.begin()
         try:
             if self._job.keep_order:
@@ -149,12 +149,12 @@ class Rounds:
         self._dead_keys.add(state.dead.values())
         return at_fault + _number_at_fault(letter.record for letter in state.dead.values())
 
-    def _apply_in_pieces(self, ranges: Ranges, counts: Counts, generation: int) -> None:
+    def _apply_in_pieces(self, ranges: Ranges, generation: int) -> None:
         """Apply ranges in pieces, because more messages wait behind dead letters than ``max_dead``."""
         most, at_fault = self._job.max_dead, 0
         while left := remaining(ranges, self._store.stored(self._job.topics)):
             try:
-                at_fault = self._apply(beginnings(left, most), counts, generation, at_fault)
+                at_fault = self._apply(beginnings(left, most), generation, at_fault)
                 most *= 2
             except _TooManyBehind:
                 # A piece of max_dead offsets has no more messages than max_dead.
@@ -162,14 +162,14 @@ class Rounds:
                 most = self._job.max_dead
 
     @contextmanager
-    def _round(self, shown: str, partitions: Collection[Partition]) -> Iterator[Counts]:
+    def _round(self, shown: str, partitions: Collection[Partition]) -> Iterator[None]:
         """Begin the figures, the tracing span and the Spark jobs of a round, with this description."""
         self.counts = Counts()
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, shown)
             # Translated inside the span, so that it shows the error's own type.
             with self._spans.traced(partitions, self.counts), failures.understood():
-                yield self.counts
+                yield
 
     def retry(self, generation: int) -> bool:
         """Apply the dead letters for which a retry was requested, in order.
@@ -259,10 +259,10 @@ class Rounds:
                 case RangeOutcome.APPLIED:
                     self._context.note_delays(partition, one)
                     self._count(state, partition, one)
-                    self._note_size(state, partition, ranges[partition], one.size)
+                    self._note_size(partition, ranges[partition], one.size)
                 case RangeOutcome.ALREADY:
                     self._dead_keys.forget()
-                    self._note_size(state, partition, ranges[partition], one.size)
+                    self._note_size(partition, ranges[partition], one.size)
                 case RangeOutcome.REJECTED:
                     rejected += rejected_from(one.detail)
                     again.append(partition)
@@ -308,22 +308,22 @@ class Rounds:
             raise BadMessage(f"{_text(first.place)}: {first.error}")
 
     def _count(self, state: RoundState, partition: Partition, one: TaskResult) -> None:
-        state.counts.read += one.read + one.behind
-        state.counts.dead += one.behind
+        self.counts.read += one.read + one.behind
+        self.counts.dead += one.behind
         state.behind += one.behind
-        state.counts.applied += one.fresh
+        self.counts.applied += one.fresh
         if one.fresh < one.read:
-            state.counts.duplicates += one.read - one.fresh
+            self.counts.duplicates += one.read - one.fresh
             self._context.be_careful(partition)
         dead = len(state.letters(partition))
-        state.counts.read += dead
-        state.counts.dead += dead
+        self.counts.read += dead
+        self.counts.dead += dead
 
-    def _note_size(self, state: RoundState, partition: Partition, span: Range, rows_size: int) -> None:
+    def _note_size(self, partition: Partition, span: Range, rows_size: int) -> None:
         """Record what a range takes in memory: as messages, whatever becomes of them, or as rows if these take more."""
-        offsets, size = state.counts.sizes.get(partition[0], (0, 0))
+        offsets, size = self.counts.sizes.get(partition[0], (0, 0))
         here = max(rows_size, self._context.size_read(partition))
-        state.counts.sizes[partition[0]] = (offsets + span.end - span.start, size + here)
+        self.counts.sizes[partition[0]] = (offsets + span.end - span.start, size + here)
 
     def _make_dead_letters(self, state: RoundState, ranges: Ranges, rejected: Sequence[RejectedRecord]) -> None:
         """Make dead letters of rejected messages and, with keep_order, of the later messages of their keys."""

@@ -343,13 +343,11 @@ class Runner:
         except BaseException as error:
             # What other partitions have committed stays applied.
             if self._rounds.counts.passed:
-                self._note_sizes(self._rounds.counts)
                 self._count(self._rounds.counts, began)
             if isinstance(error, ConsumerError):
                 self._record_failure(ranges, error)
             raise
         self._search.passed(ranges)
-        self._note_sizes(counts)
         self._count(counts, began)
         self._show_position({partition: one.end for partition, one in ranges.items()})
 
@@ -362,12 +360,6 @@ class Runner:
         """Report why a position could not be shown, which comes with a later call."""
         if problem is not None:
             self._report("the group's position could not be shown to Kafka", {"error": problem})
-
-    def _note_sizes(self, counts: Counts) -> None:
-        """Record the average message size of each topic. A large size is remembered for some rounds: more may come."""
-        for topic, (offsets, size) in counts.sizes.items():
-            if offsets:
-                self._row_bytes[topic] = max(size // offsets, self._row_bytes.get(topic, 0) // 2)
 
     def _record_failure(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
         """Record which ranges failed. Raises BadMessage once a single message is known to be the cause."""
@@ -442,7 +434,11 @@ class Runner:
             raise
 
     def _count(self, counts: Counts, began: float) -> None:
-        """Add a round to the totals and report it."""
+        """Add a round to the totals and report it, and record the average message size of each topic."""
+        for topic, (offsets, size) in counts.sizes.items():
+            if offsets:
+                # A large size is remembered for some rounds: more may come.
+                self._row_bytes[topic] = max(size // offsets, self._row_bytes.get(topic, 0) // 2)
         totals = self._totals
         totals.rounds += 1
         totals.read += counts.read
