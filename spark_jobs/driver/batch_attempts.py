@@ -148,7 +148,7 @@ class BatchAttempts:
                 into.resolve_as(fresh, taken)
             for partition, span in sorted(ranges.items()):
                 counts = read.get(partition, 0), fresh.get(partition, 0)
-                into.move(Move(partition, span, *counts, state.letters(partition)))
+                into.move(Move(partition, span, *counts, state.letters().get(partition, ())))
             if fresh:
                 into.run(applying)
         committed = into.now()

@@ -108,14 +108,15 @@ class RoundState:
     behind: int = 0
     at_fault: int = 0
 
-    def letters(self, partition: Partition) -> list[DeadLetter]:
-        return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
+    def letters(self) -> dict[Partition, list[DeadLetter]]:
+        """Return the dead letters of each partition, in the order of their messages."""
+        found: dict[Partition, list[DeadLetter]] = {}
+        for place, letter in sorted(self.dead.items()):
+            found.setdefault(place[:2], []).append(letter)
+        return found
 
     def dead_offsets(self) -> dict[Partition, list[int]]:
-        offsets: dict[Partition, list[int]] = {}
-        for topic, part, offset in sorted(self.dead):
-            offsets.setdefault((topic, part), []).append(offset)
-        return offsets
+        return {partition: [one.record.place[2] for one in some] for partition, some in self.letters().items()}
 
 
 class RoundContext:
@@ -230,7 +231,7 @@ class RoundContext:
             ranges=ranges,
             required=self.job.reducing.required,
             max_dead=self.job.max_dead,
-            dead={partition: state.letters(partition) for partition in ranges if state.letters(partition)},
+            dead={partition: some for partition, some in state.letters().items() if partition in ranges},
             behind=self._shares(ranges, state),
             careful=self.careful,
         )

@@ -315,7 +315,7 @@ class Rounds:
         if one.fresh < one.read:
             self.counts.duplicates += one.read - one.fresh
             self._context.be_careful(partition)
-        dead = len(state.letters(partition))
+        dead = len(state.letters().get(partition, ()))
         self.counts.read += dead
         self.counts.dead += dead
 
