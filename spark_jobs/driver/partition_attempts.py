@@ -19,7 +19,6 @@ from spark_jobs.spark import rows as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
 from spark_jobs.task.partition import TaskPlan, TaskResult
-from spark_jobs.task.reader import TooMuch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -113,8 +112,6 @@ class PartitionAttempts:
         """Read the ranges. None if tasks should: the messages are large, or one of several ranges can't be read."""
         try:
             return task.read_in_driver(plan, self._context.reading)
-        except TooMuch:
-            return None
         except (ConsumerUnavailable, CorruptRecords, InputCut):
             if len(plan.ranges) == 1:
                 raise

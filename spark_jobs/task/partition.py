@@ -252,8 +252,8 @@ def read_and_apply(plan: TaskPlan, reader: RangeReader, partition: Partition) ->
     yield apply_range(plan, partition, messages).report(partition)
 
 
-def read_in_driver(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]]:
-    """Read all ranges for apply_in_driver. Raises TooMuch."""
+def read_in_driver(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]] | None:
+    """Read all ranges for apply_in_driver. None if the messages are too large for that."""
     without = {partition: plan.without(partition) for partition in plan.ranges}
     with kept(settings) as reader:
         return reader.whole(plan.ranges, without)

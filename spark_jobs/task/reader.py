@@ -101,10 +101,6 @@ class ReaderSettings:
         return {**_DEFAULTS, **self.options, **ours}
 
 
-class TooMuch(Exception):
-    """A few messages are too large to be held at once."""
-
-
 class RangeProgress:
     """How much of one partition's range has been read.
 
@@ -192,8 +188,8 @@ class RangeReader:
 
     def whole(
         self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
-    ) -> dict[Partition, TaskInput[Messages]]:
-        """Read several ranges at once into memory, for few messages. Raises TooMuch."""
+    ) -> dict[Partition, TaskInput[Messages]] | None:
+        """Read several ranges at once into memory, for few messages. None if these are too large for that."""
         from spark_jobs.task.incoming import Messages
 
         spans = {
@@ -207,7 +203,7 @@ class RangeReader:
                 spans[partition].size += messages.size
             size += bytes_read
             if size > _MOST_BYTES:
-                raise TooMuch
+                return None
         return {
             partition: TaskInput(
                 [Messages.joined(parts)] if parts else [], spans[partition].require_whole, spans[partition]
