@@ -205,8 +205,7 @@ class PostgresGroupStore:
         stored: Mapping[str, Mapping[str, Any]] = (rows[0][0] if rows else None) or {}
         return {
             (topic, int(part)): AddedEnds(
-                # A driver of version 0.1 has noted no ``before``.
-                *({(topic, int(at)): int(end) for at, end in one.get(name, {}).items()} for name in ("before", "ends"))
+                *({(topic, int(at)): int(end) for at, end in one[name].items()} for name in ("before", "ends"))
             )
             for topic, parts in stored.items()
             for part, one in parts.items()
