@@ -22,7 +22,7 @@ from outbox.consumer.groups import STORED, GroupRows
 from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, RETRIED, DeadLetterStore, RetryRecord
 from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
-from outbox.consumer.retention import KEEP_DAYS, IdRetention
+from outbox.consumer.retention import IdRetention
 from outbox.consumer.statements import statement
 from spark_jobs.dedup.strategies import ColumnType, Strategy, column_types
 from spark_jobs.postgres import lock_monitor
@@ -205,8 +205,7 @@ class PostgresGroupStore:
         stored: Mapping[str, Mapping[str, Any]] = (rows[0][0] if rows else None) or {}
         return {
             (topic, int(part)): AddedEnds(
-                # A driver of version 0.1 has noted no ``before``.
-                *({(topic, int(at)): int(end) for at, end in one.get(name, {}).items()} for name in ("before", "ends"))
+                *({(topic, int(at)): int(end) for at, end in one[name].items()} for name in ("before", "ends"))
             )
             for topic, parts in stored.items()
             for part, one in parts.items()
@@ -224,9 +223,8 @@ class PostgresGroupStore:
             if not changed.rowcount:
                 self.rows.require(connection, generation)
 
-    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
-        rows = self._read(KEYS, topics=list(topics))
-        return {(topic, bytes(key)): None for topic, key in rows}
+    def dead_keys(self, topics: Iterable[str]) -> list[tuple[str, bytes]]:
+        return [(topic, bytes(key)) for topic, key in self._read(KEYS, topics=list(topics))]
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried: those of one partition, in the order of their messages.
@@ -306,15 +304,11 @@ class PostgresGroupStore:
             self.rows.require(connection, generation)
             self.rows.record_losses(connection, found)
 
-    def retention(self, keep_days: int = KEEP_DAYS) -> IdRetention:
-        """Return what creates and forgets the days of ids, on the driver's session."""
-        return IdRetention(self.url, self.schema, keep_days, self._name)
-
     def maintain_days(self, keep_days: int, report: Callable[[str, Mapping[str, Any]], None]) -> None:
         """Create and forget days of ids, once an hour, and report what could not be done."""
         if self._maintained_at is not None and time.monotonic() - self._maintained_at <= 3600:
             return
-        retention = self.retention(keep_days)
+        retention = IdRetention(self.url, self.schema, keep_days, self._name)
         for result in (retention.make(), retention.forget()):
             if result.problem:
                 report("days of processed_messages", result.problem_figures())
