@@ -87,6 +87,7 @@ class _Window(_Line):
 
 
 class _End(_Line):
+    windows: int
     differences: Literal[0]
 
 
@@ -175,8 +176,10 @@ def read(path: Path, digest: str | None = None) -> Certificate:
         end = _End.model_validate_json(lines[-1])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"])) or "a line"
         raise ConfigurationError(f"{path}: this is no certificate, or was changed: {where}: {first['msg']}") from error
+    if end.windows != len(windows):
+        raise ConfigurationError(f"{path}: it has {counted(len(windows), 'window')}, not {end.windows}: it was changed")
     before = _BEGIN
     for number, (line, values) in enumerate(zip(lines, (head, *windows, end), strict=True), 1):
         if values.previous != before:

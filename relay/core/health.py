@@ -212,7 +212,8 @@ class WorkerHealth:
             unfinished = _Since(turned_at, Reason.TURN_UNFINISHED)
             waits = {lease.lane: waits.get(lease.lane, unfinished) for lease in held}
         lane_waits = [Wait(since.reason, [lane], now - since.began) for lane, since in waits.items()]
-        control = None if self._control is None else Wait(self._control.reason, [], now - self._control.began)
+        # Read once: the control loop may reach Postgres meanwhile.
+        control = None if (since := self._control) is None else Wait(since.reason, [], now - since.began)
         hidden = Wait(Reason.HANGING, [], max(hanging)) if hanging else None
         checks = [
             Check("started", self._started, "" if self._started else "no turn has ended without a failure yet"),

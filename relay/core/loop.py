@@ -24,7 +24,7 @@ turn.
 | a lane is lost while publishing         | settling is refused for it; the new    | fenced in Kafka: not committed,   |
 |                                         | holder sends its batch again           | or the marker settles it          |
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
-| an event that was refused is retried    | after the others, in a turn of its own: it fails no others               |
+| an event that was refused is retried    | after the others, in a publish of its own: it fails no others            |
 | the broker refuses something unnamed    | narrowed down: the likeliest events, one of each partition, have turns   |
 |                                         | of their own, after those before them. Without a guess, the lanes that   |
 |                                         | the broker names, or all, are halved until one is left, and then its     |
@@ -120,7 +120,7 @@ class WorkerLoop:
         """
         self.without_session_since: float | None = None
         """Since when no session of the database can be had, by time.monotonic(): without one, nothing can be settled.
-        None with a session.
+        None with a session, and of no meaning without lanes.
         """
         self.turned_at = time.monotonic()
         """When the last turn ended, or an idle loop last checked, by time.monotonic()."""

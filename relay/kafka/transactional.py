@@ -281,7 +281,7 @@ class TransactionalPublisher:
         sender = self._next_sender()
         try:
             sender.producer.begin_transaction()
-            # No event is in flight, so this may take longer than a turn: the topic may have just been created.
+            # No event is in flight, so this may take longer than a publish: the topic may have just been created.
             self._commit(sender, markers, time.monotonic() + max(self._delivery_seconds, _INIT_SECONDS))
         except KafkaException as error:
             error = sender.explained(error)

@@ -74,7 +74,9 @@ class Holding:
         self._stop.set()
         self._thread.join()
         try:
-            self._on_lanes(LaneTable.release)
+            if locked := self._on_lanes(LaneTable.release):
+                text = "held lanes %s were not released, as their rows are locked; they are free after %g s"
+                log.warning(text, locked, LEASE_SECONDS)
         except OutboxError as error:
             log.warning("held lanes were not released; they are free after %g s: %s", LEASE_SECONDS, error)
 
@@ -110,12 +112,13 @@ class Holding:
                 # The next renewal, on a new connection, still comes before the lease expires.
                 log.warning("leases of held lanes were not renewed, which is tried again: %s", error)
 
-    def _on_lanes(self, act: Callable[[LaneTable, Collection[Lease]], object]) -> None:
+    def _on_lanes(self, act: Callable[[LaneTable, Collection[Lease]], object]) -> object:
         with self._lock:
             leases = list(self._leases.values())
-        if leases:
-            with contextlib.closing(self._connect()) as connection:
-                act(LaneTable(connection, self._schema, self.owner, __version__, LEASE_SECONDS), leases)
+        if not leases:
+            return None
+        with contextlib.closing(self._connect()) as connection:
+            return act(LaneTable(connection, self._schema, self.owner, __version__, LEASE_SECONDS), leases)
 
 
 def release_lane(

@@ -72,7 +72,7 @@ class Stream:
         """Let lanes join: these are the leases of all lanes."""
         self.end()
         with self._lock:
-            self._leases, self._session = leases, None
+            self._leases = leases
 
     def join(self, lane: int, published_lsn: int, timeline: int) -> Channel:
         """Return the lane's channel, with its unsettled events. Raises Unavailable after ``end``.
@@ -90,14 +90,14 @@ class Stream:
 
     @property
     def session(self) -> StreamSession | None:
-        """The session that lanes have joined last; None before the first."""
+        """The session that lanes have joined last; None before the first, and after ``end``."""
         with self._lock:
             return self._session
 
     def end(self) -> None:
         """Send the last feedback, and release the slot. Safe to call twice."""
         with self._lock:
-            self._leases, session = (), self._session
+            self._leases, session, self._session = (), self._session, None
         if session is not None:
             session.stop()
 

@@ -362,3 +362,14 @@ def test_a_lane_that_asks_another_server_ends_the_session():
     assert new.take(1) == []
     assert stream.join(0, 0, 2) is not old
     stream.end()
+    assert stream.session is None
+    with pytest.raises(Unavailable, match="the stream is closed"):
+        stream.join(0, 0, 2)
+    # A relay that gets all lanes again goes on with the same stream: of a session that it had joined before, or not.
+    for number in (2, 3):
+        stream.begin(others := [Lease(lane, number, 10.0, uptime()) for lane in range(2)])
+        assert new.session._stopping.is_set()
+        again = stream.join(0, 0, 2)
+        assert again.session._leases == others
+        assert again.session is not new.session
+        new = again

@@ -1,7 +1,8 @@
 """The steps that the relays of a run have recorded, compared by TLC with the specification of their protocol.
 
 TLC takes seconds for a few dozen steps, and far longer for thousands. So those lanes are compared that changed hands
-most and in which nothing was refused (the specification of a trace knows no refusals), and of these what is short.
+most and in which nothing was refused (the specification of a trace knows no refusals, nor what they do to the lanes of
+their transaction), and of these what is short.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _EVENTS: Final = 40
 def compare_with_specification(
     file: Path, delivery: str, seen: Mapping[Place, list[str]], verdict: Verdict
 ) -> dict[str, int]:
-    """Add to the verdict what the specification does not allow. Return how much of lanes, holders, steps it explains.
+    """Add to the verdict what the specification does not allow. Return how much of lanes, holders, steps it explains,
+    and how many lanes were left out because of refusals.
 
     ``seen``: the event ids on Kafka, in order.
     """
@@ -51,7 +53,7 @@ def compare_with_specification(
             explained.update(lanes=1, holders=len(holders[lane]))
     if not explained["steps"] and "unexplained" not in verdict.counts:
         verdict.found("unexplained", "nothing is short enough and without refusals")
-    return dict(explained)
+    return dict(explained) | {"refused": len(refused)}
 
 
 def _explain(part: Sequence[traces.Line], lane: int, events: Sequence[str], verdict: Verdict) -> dict[str, int]:

@@ -427,15 +427,15 @@ def test_what_hangs_is_ended_for_good(hanging, monkeypatch):
     consumer.close()
 
 
-def test_the_leases_of_other_lanes_are_renewed_while_one_is_settled(outbox, monkeypatch):
-    """A large batch takes longer than a lease lasts."""
+def test_the_leases_of_other_lanes_are_renewed_while_one_is_settled(outbox, monkeypatch, caplog):
+    """A large batch takes longer than a lease lasts. A lane whose row is locked at the end is named."""
     monkeypatch.setattr("relay.operations.holding._RENEW_SECONDS", 0.1)
     monkeypatch.setattr("relay.lanes._DUE_PART", math.inf)
 
     def renewed() -> set[int]:
         return {lane for (lane,) in outbox.run("SELECT lane FROM outbox.lanes WHERE lease_until > clock_timestamp()")}
 
-    with Holding(Connector(outbox.url, "test"), "outbox") as holding:
+    with psycopg.connect(outbox.url) as locking, Holding(Connector(outbox.url, "test"), "outbox") as holding:
         with psycopg.connect(outbox.url) as settling:
             settling.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
             with psycopg.connect(outbox.url) as admin:
@@ -445,7 +445,9 @@ def test_the_leases_of_other_lanes_are_renewed_while_one_is_settled(outbox, monk
             wait_until(lambda: renewed() == {0, 2}, 10, "the others to be renewed")
             settling.execute("UPDATE outbox.lanes SET owner = %s WHERE lane = 1", (holding.owner,))
         wait_until(lambda: renewed() == {0, 1, 2}, 10, "the settled one to be renewed")
-    assert renewed() == set()
+        locking.execute("SELECT FROM outbox.lanes WHERE lane = 2 FOR UPDATE")
+    assert renewed() == {2}
+    assert "held lanes [2] were not released, as their rows are locked" in caplog.text
 
 
 # -- release

@@ -165,15 +165,26 @@ def test_lanes_are_left_to_others_when_no_session_can_be_had(clock):
     assert cleanly(gone) == {0: False, 1: False}
 
 
-def test_the_seconds_without_a_session_begin_with_its_loss_and_not_with_an_outage_of_kafka(clock):
-    """As a relay leaves its lanes to another one after that: its session may be back in a moment."""
-    lost_at = []
+def test_the_seconds_without_a_session_begin_with_its_loss_and_not_with_an_earlier_outage(clock):
+    """Neither of Kafka nor of Postgres. As a relay leaves its lanes to another one after them: its session may be back
+    in a moment.
+    """
+    lost_at, outages = [], []
 
     def send_one_lane(batches: Batches) -> Sent:
         world.table.fail_lanes = {0: [Unavailable("its row is locked")] * 1000}
         return Failed(BrokerUnavailable("no broker"), {0: Receipt(UnsettledBatch(batches[0]))})
 
+    def lose_the_server_once(_batches: Batches) -> Sent:
+        world.loop._new_source = refuse_once
+        return Failed(BrokerUnavailable("no broker"))
+
+    def refuse_once():
+        world.loop._new_source = new_source
+        raise Unavailable("too many connections")
+
     def lose_the_server(_batches: Batches) -> Sent:
+        outages.append(world.loop.without_session_since)
         clock.sleep(100.0)
         world.held.recall_all()
         world.loop._new_source = refuse
@@ -183,8 +194,11 @@ def test_the_seconds_without_a_session_begin_with_its_loss_and_not_with_an_outag
     def refuse():
         raise Unavailable("too many connections")
 
-    world = World({0: [1, 3, 5], 1: [2, 4, 6]}, send_one_lane, lose_the_server)
+    world = World({0: [1, 3, 5], 1: [2, 4, 6]}, send_one_lane, lose_the_server_once, lose_the_server)
+    new_source = world.loop._new_source
     gone = run_until_both_are_let_go(world)
+    assert outages == [None]
+    assert world.loop.without_session_since >= lost_at[0]
     assert gone[1][1] - lost_at[0] < 1
     assert 10 <= gone[0][1] - lost_at[0] < 11
 
