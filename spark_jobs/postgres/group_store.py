@@ -22,7 +22,7 @@ from outbox.consumer.groups import STORED, GroupRows
 from outbox.consumer.letters import BY_INDEX, EARLIER, ELSEWHERE, KEYS, RETRIED, DeadLetterStore, RetryRecord
 from outbox.consumer.model import AT_MOST_ONCE, Loss, Partition, RejectedRecord, StoredOffset
 from outbox.consumer.postgres_errors import clear_schema_errors
-from outbox.consumer.retention import IdRetention
+from outbox.consumer.retention import KEEP_DAYS, IdRetention
 from outbox.consumer.statements import statement
 from spark_jobs.dedup.strategies import ColumnType, Strategy, column_types
 from spark_jobs.postgres import lock_monitor
@@ -304,11 +304,15 @@ class PostgresGroupStore:
             self.rows.require(connection, generation)
             self.rows.record_losses(connection, found)
 
+    def retention(self, keep_days: int = KEEP_DAYS) -> IdRetention:
+        """Return what creates and forgets the days of ids, on the driver's session."""
+        return IdRetention(self.url, self.schema, keep_days, self._name)
+
     def maintain_days(self, keep_days: int, report: Callable[[str, Mapping[str, Any]], None]) -> None:
         """Create and forget days of ids, once an hour, and report what could not be done."""
         if self._maintained_at is not None and time.monotonic() - self._maintained_at <= 3600:
             return
-        retention = IdRetention(self.url, self.schema, keep_days, self._name)
+        retention = self.retention(keep_days)
         for result in (retention.make(), retention.forget()):
             if result.problem:
                 report("days of processed_messages", result.problem_figures())
