@@ -137,7 +137,7 @@ def _of_lane(lines: Sequence[Line], lane: int) -> dict[str, list[Line]]:
         if line.get("lane", lane) != lane or line["step"] == "began":
             continue
         own, step = steps.setdefault(line["relay"], []), line["step"]
-        if step == "confirmed" and (not own or own[-1]["step"] not in {"sent", "settled", "read"}):
+        if step == "confirmed" and not _under_way(own):
             # Of a turn without events of this lane.
             continue
         if step == "taken":
@@ -159,6 +159,12 @@ def _of_lane(lines: Sequence[Line], lane: int) -> dict[str, list[Line]]:
         # Whoever took the lane under it was gone before its worker knew of that: it has done nothing else.
         own_steps[f"unseen {epoch}"] = [{**taken[0], "epoch": epoch, "at": lines[-1]["at"], "since": lines[0]["since"]}]
     return own_steps
+
+
+def _under_way(own: Sequence[Line]) -> bool:
+    """Return whether a turn of the lane is not confirmed yet; the turn before may be settled meanwhile."""
+    last = next((line["step"] for line in reversed(own) if line["step"] != "settled"), None)
+    return last in {"read", "sent"}
 
 
 def _steps(steps: Mapping[str, Sequence[Line]], relay: str, numbers: Mapping[int, int]) -> str:
