@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from outbox._app.choices import HeaderSet
 from outbox._app.settings import client_options
@@ -34,6 +34,7 @@ from relay.audit.findings import (
     parts,
 )
 from relay.audit.groups import Group, Groups, expected_of, given_up, with_applied
+from relay.audit.readings import Readings
 from relay.audit.records import superfluous, unlike_archived, unlike_ledger
 from relay.audit.sessions import Sessions, sessions
 from relay.audit.sums import (
@@ -50,7 +51,7 @@ from relay.audit.sums import (
     unlike,
 )
 from relay.audit.tables import MOST_MISPLACED, UNPUBLISHED, Archived, Committed, Misplaced, Tables, out_of_order
-from relay.audit.topics import Cell, OnKafka, Topics, window_sums
+from relay.audit.topics import OnKafka, Topics, window_sums
 from relay.audit.transactions import closed_now
 from relay.config import Delivery, Settings
 from relay.core.ports import Unavailable
@@ -83,23 +84,6 @@ def audit(settings: Settings, scope: Scope, opened: Sessions | None = None) -> A
                 more = again.run()
                 found.explain(differ, again.explained, more, scope.former)
     return found
-
-
-class _Readings(NamedTuple):
-    """What was read, by window.
-
-    unpublished  in the order of UNPUBLISHED.
-    cells        by partition and minute; ``applied`` by group and minute.
-    """
-
-    unpublished: Sequence[Mapping[Window, Sum]]
-    scheduled: Mapping[Window, Sum]
-    written: Mapping[Window, Sum]
-    committed: Mapping[Window, Committed]
-    misplaced: Sequence[Misplaced]
-    cells: Mapping[tuple[Partition, int], Cell]
-    groups: Sequence[Group]
-    applied: Mapping[tuple[str, int], Sum]
 
 
 class _Comparison:
@@ -188,7 +172,7 @@ class _Comparison:
         self._audit.notes += left_out(self._settings, self._scope, self._audit, read.groups, self._topics, *left)
         return self._audit
 
-    def _read(self) -> _Readings:
+    def _read(self) -> Readings:
         # Before anything is read: what has ended by now is seen.
         self._closed, why = (self._minutes.stop, None) if self._scope.closed else closed_now(self._connection)
         if why is not None and self._closed < self._minutes.stop:
@@ -218,7 +202,7 @@ class _Comparison:
         admin, end = KafkaAdmin(self._options), (self._now + 1) * WINDOW_SECONDS
         self._audit.notes += self._coverage.of_retention(admin, self._extents, first, end)
         self._look_again()
-        return _Readings(unpublished, scheduled, written, committed, misplaced, cells, groups, applied)
+        return Readings(unpublished, scheduled, written, committed, misplaced, cells, groups, applied)
 
     # -- what is compared
 
@@ -250,7 +234,7 @@ class _Comparison:
 
     # -- sums
 
-    def _compare_sums(self, read: _Readings) -> dict[Window, WindowAudit]:
+    def _compare_sums(self, read: Readings) -> dict[Window, WindowAudit]:
         """Compare the outbox with Kafka."""
         ids, wholes = window_sums(read.cells)
         in_tables = {*read.committed, *chain.from_iterable(read.unpublished), *read.scheduled, *read.written}
@@ -280,7 +264,7 @@ class _Comparison:
         self.explained = known.keys() - differ
         return audited
 
-    def _compare_groups(self, audited: Mapping[Window, WindowAudit], read: _Readings) -> None:
+    def _compare_groups(self, audited: Mapping[Window, WindowAudit], read: Readings) -> None:
         for group in read.groups:
             expected, waiting, unsure = expected_of(group, read.cells)
             totals = by_minute(expected)

@@ -1,9 +1,8 @@
 """A worker's loop: one turn for all its lanes. Knows neither SQL nor Kafka.
 
 A turn: read the lanes and settle the previous one; publish what was read; record the results. Events that were refused
-before have a publish of their own, the turn's second; exactly-once, each publish is a Kafka transaction. The order of a
-key holds because a lane has one holder, and a turn publishes a lane's events in order, and all of them before the next
-turn.
+before have a publish of their own; exactly-once, each publish is a Kafka transaction. The order of a key holds because
+a lane has one holder, and a turn publishes a lane's events in order, and all of them before the next turn.
 
 | what happens                            | at-least-once                          | exactly-once                      |
 |-----------------------------------------|----------------------------------------|-----------------------------------|
@@ -26,9 +25,8 @@ turn.
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
 | an event that was refused is retried    | after the others, in a publish of its own: it fails no others            |
 | the broker refuses something unnamed    | narrowed down: the likeliest events, one of each partition, have turns   |
-|                                         | of their own, after those before them. Without a guess, the lanes that   |
-|                                         | the broker names, or all, are halved until one is left, and then its     |
-|                                         | batch until one event is left. If it passes in parts, turns are halved   |
+|                                         | of their own. Without a guess, the lanes that the broker names, or all,  |
+|                                         | are halved down to one event. If it passes in parts, turns are halved    |
 | a turn does not finish in time          | the next one is half as large, down to one event of one lane             |
 | it finishes, except for topics that     | their events wait, the others go on at full size; see kafka/topics.py    |
 | accept no messages                      |                                                                          |
@@ -119,17 +117,14 @@ class WorkerLoop:
         what is published can't be settled.
         """
         self.without_session_since: float | None = None
-        """Since when no session of the database can be had, by time.monotonic(): without one, nothing can be settled.
-        None with a session, and of no meaning without lanes.
+        """Since when no session of the database can be had, so that nothing can be settled, by time.monotonic(); else
+        None. Of no meaning without lanes.
         """
         self.turned_at = time.monotonic()
         """When the last turn ended, or an idle loop last checked, by time.monotonic()."""
-        self.has_succeeded = False
-        """Whether there has been a turn without a failure."""
-        # Whether retried events get a publish of their own in the next turn.
-        self._retries_apart = True
-        # When the last publish returned.
-        self._acknowledged_at = 0.0
+        self.has_succeeded = False  # whether there has been a turn without a failure
+        self._retries_apart = True  # whether retried events get a publish of their own in the next turn
+        self._acknowledged_at = 0.0  # when the last publish returned
 
     def run(self) -> None:
         try:
@@ -260,8 +255,7 @@ class WorkerLoop:
 
     def _take_and_let_go(self) -> None:
         for lease in self._held.leases:
-            known = self.lanes.get(lease.lane)
-            if known is not None and known.lease is lease:
+            if (known := self.lanes.get(lease.lane)) is not None and known.lease is lease:
                 continue
             lane = self.lanes[lease.lane] = Lane(lease, self._settings.backoff())
             if known is not None:
@@ -444,11 +438,10 @@ class WorkerLoop:
     # Failures
 
     def _back_off(self, error: Exception) -> None:
-        has_session = self._source is not None
-        if not has_session and self.without_session_since is None:
+        if self._source is None and self.without_session_since is None:
             self.without_session_since = time.monotonic()
         self._close()
-        if has_session and self.lanes.has_unsettled and not isinstance(error, BrokerUnavailable):
+        if self.without_session_since is None and self.lanes.has_unsettled and not isinstance(error, BrokerUnavailable):
             # Kafka can be reached. Another relay would send again what can't be settled.
             self.failing_since = None
         elif self.failing_since is None:
