@@ -85,18 +85,18 @@ class ConsumerHealth:
         with self._lock:
             now, succeeded_at, waits, lagging = self._clock(), self._succeeded_at, self._waits, self._lagging
         since = None if succeeded_at is None else now - succeeded_at
-        waited = None if waits is None else now - waits[0]
+        ready = since is not None and since < self._limit
         last = "none has ended yet" if since is None else f"the last one ended {since:.0f} s ago"
         standing = [
             f"{topic}-{part} stands at offset {offset} for {now - began:.0f} s"
             for (topic, part), (offset, began) in sorted(lagging.items())
             if began is not None and now - began >= self._limit
         ]
-        why = None if waits is None else waits[1]
-        checks = [
-            Check("rounds", since is not None and since < self._limit, last),
-            Check("partitions", not standing, ", ".join(standing)),
-            Check("servers", why is None, "" if why is None else f"waiting for {waited:.0f} s: {why}", counts=False),
-        ]
-        ready = all(check.passed for check in checks if check.counts)
-        return ConsumerReadiness(ready, since, why, waited, checks)
+        checks = [Check("rounds", ready, last), Check("partitions", not standing, ", ".join(standing))]
+        ready = ready and not standing
+        if waits is None:
+            checks.append(Check("servers", passed=True))
+            return ConsumerReadiness(ready, since, None, None, checks)
+        waited = now - waits[0]
+        checks.append(Check("servers", passed=False, text=f"waiting for {waited:.0f} s: {waits[1]}", counts=False))
+        return ConsumerReadiness(ready, since, waits[1], waited, checks)

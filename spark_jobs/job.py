@@ -184,7 +184,7 @@ class ConsumerJob:
         """Return the payload's columns before the transform. Raises JobError for a name that is the consumer's own."""
         names = self.decoder.task_plan()[0].fieldNames()
         for name in names:
-            if name in META or name == PROBLEM or name.startswith(OWN):
+            if name in META or name == PROBLEM or name.startswith(("message_raw_", OWN)):
                 raise JobError(f"schema: the name {name} is reserved for the consumer")
         return (*names, *((TRACEPARENT, TRACESTATE) if isinstance(self.schema, Traced) else ()))
 

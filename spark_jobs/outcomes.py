@@ -15,8 +15,10 @@ class RangeOutcome(StrEnum):
     |------------------------|----------------------------------------------------------------------------------|
     | APPLIED, ALREADY       | the range is done; ALREADY: an earlier attempt had applied it; or, of dead       |
     |                        | letters to retry, one no longer exists, and the others are tried again           |
+    | EMPTY                  | no row came: the driver moves the offset                                         |
     | REJECTED               | the driver runs the range again without the messages that ``detail`` names       |
     | FALLBACK               | again, through ``batch`` instead of directly into the sink's table               |
+    | COPY_ERROR             | again, in the lenient way, which names the rejected messages                     |
     | FENCED, BROKEN         | the job ends                                                                     |
     | MOVED                  | another attempt has moved the offset into the range: the round is planned again  |
     | DENIED and those below | nothing was applied; a retry may succeed, and the driver decides when            |
@@ -24,8 +26,10 @@ class RangeOutcome(StrEnum):
 
     APPLIED = "applied"
     ALREADY = "already"
+    EMPTY = "empty"
     REJECTED = "rejected"
     FALLBACK = "fallback"
+    COPY_ERROR = "copy error"
     FENCED = "fenced"
     BROKEN = "broken"
     MOVED = "moved"
@@ -49,6 +53,10 @@ class RejectedRecords(Exception):
 
 class EffectError(Exception):
     """Ends the transaction: the effect fails, and no message is at fault."""
+
+
+class CopyError(Exception):
+    """Ends the transaction: a value does not fit its column. The next attempt finds out which."""
 
 
 class FallbackToBatch(Exception):

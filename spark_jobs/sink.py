@@ -5,7 +5,7 @@ A task applies one range of a partition in one transaction, with these calls in 
     with sink.transaction(where, rows, most=…) as into:
         if not into.fence(partition, span):           # lock the offset
             into.rollback()                           # applied before: nothing is read
-        new = into.remember(rows, careful=…)          # load the rows, without those that were applied before
+        new = into.remember(rows, way)                # load the rows, without those that were applied before
         into.move(Move(partition, span, …))           # the offset and its figures, and dead letters
         if new:
             into.apply()                              # the effect
@@ -43,9 +43,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """How to load rows, from what earlier attempts have found. A sink with only one way may ignore it.
+
+    repeats   some rows were probably applied before: the partition had repeats lately, or these are dead letters.
+    lenient   an attempt has raised CopyError.
+    straight  no attempt has raised FallbackToBatch lately.
+    """
+
+    repeats: bool = False
+    lenient: bool = False
+    straight: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """A range that a transaction applies, and its figures.
 
+    log_end  where Kafka's log ended when the round was planned; for monitoring.
     read     how many rows there were, of which ``fresh`` were never applied before.
     dead     the range's messages that become dead letters.
     reached  there is no message between the range's end and this offset: the group continues from there.
@@ -53,6 +68,7 @@ class Move:
 
     partition: Partition
     span: Range
+    log_end: int | None = None
     read: int = 0
     fresh: int = 0
     dead: Sequence[DeadLetter] = ()
@@ -85,14 +101,11 @@ class Transaction(Protocol):
     def at_once(self) -> AbstractContextManager[object]:
         """Return a block in which ``move`` is called several times: the sink may send all statements at its end."""
 
-    def remember(self, rows: Iterable[pa.RecordBatch], *, careful: bool = False) -> int:
+    def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Load rows, drop those that were applied before, and return how many are left.
 
-        careful  some rows were probably applied before: the partition had repeats or a FallbackToBatch lately, or these
-                 are dead letters. A sink with only one way to load rows may ignore it.
-
         Errors of the iterator pass through. Raises RejectedRecords for messages that can't be loaded, EffectError where
-        no message is at fault, and FallbackToBatch, unless it is ``careful``, to be called again and be that.
+        no message is at fault, CopyError and FallbackToBatch to be called again in another ``way``.
         """
 
     def move(self, moved: Move) -> None:
@@ -157,7 +170,7 @@ class GroupStore(Protocol):
     def stored(self, topics: Iterable[str]) -> Mapping[Partition, StoredOffset]:
         """Return the group's offsets in these topics."""
 
-    def dead_keys(self, topics: Iterable[str]) -> list[tuple[str, bytes]]:
+    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:

@@ -23,7 +23,7 @@ from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, 
 from spark_jobs.dedup.strategies import Dedup
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import EffectError, RejectedRecords
-from spark_jobs.sink import Move, Whole
+from spark_jobs.sink import Move, Way, Whole
 
 TABLES = """
 CREATE TABLE groups (grp TEXT PRIMARY KEY, generation INT NOT NULL);
@@ -107,7 +107,7 @@ class SqliteTransaction:
         """Nothing is sent anywhere."""
         return nullcontext()
 
-    def remember(self, rows: Iterable[pa.RecordBatch], *, careful: bool = False) -> int:
+    def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
         """Take rows in, and leave out those whose ids are known."""
         names = ", ".join(f'"{name}"' for name in self._sink.columns)
         marks = ", ".join("?" for _ in self._sink.columns)
@@ -238,10 +238,10 @@ class SqliteStore:
         rows = self.run("SELECT topic, part, topic_id, next_offset FROM offsets WHERE grp = ?", self.group)
         return {(topic, part): StoredOffset(*rest) for topic, part, *rest in rows if topic in set(topics)}
 
-    def dead_keys(self, topics: Iterable[str]) -> list[tuple[str, bytes]]:
+    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters."""
         rows = self.run("SELECT DISTINCT topic, message_key FROM dead_letters WHERE grp = ?", self.group)
-        return [(topic, key) for topic, key in rows if topic in set(topics) and key is not None]
+        return {(topic, key): None for topic, key in rows if topic in set(topics) and key is not None}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried, of the partition whose first one is the oldest."""

@@ -55,14 +55,12 @@ class Range:
     """The offsets that one task reads: from ``start`` up to, not including, ``end``.
 
     leader_epoch  a leader of this epoch had the log up to ``end`` when the round was planned; None if not known.
-    log_end       where Kafka's log ended then, for monitoring; None if not known.
     """
 
     topic_id: str
     start: int
     end: int
     leader_epoch: int | None = None
-    log_end: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

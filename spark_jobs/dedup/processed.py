@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psycopg
@@ -12,12 +12,11 @@ from psycopg import sql
 
 from spark_jobs import ids as identity
 from spark_jobs.ids import Ids
-from spark_jobs.postgres.copying import Unfit, copy_rows
+from spark_jobs.postgres.copying import HEAD, TAIL, Unfit
+from spark_jobs.postgres.encoding import POSTGRES_DAY
 
 if TYPE_CHECKING:
     from spark_jobs.dedup.strategies import DedupStore
-
-_COLUMNS: Final = {"grp": "text", "day": "date", "message_id": "uuid"}
 
 
 def ids_of(texts: pa.Array) -> Ids:
@@ -35,13 +34,13 @@ def copy_ids(cursor: psycopg.Cursor[Any], dedup: DedupStore, batches: Sequence[I
     ids wait for each other in one direction only.
     """
     ids = identity.in_order(_joined(batches))
-    columns = [
-        pa.repeat(dedup.group, len(ids)),
-        pa.array(identity.days(ids)).cast(pa.date32()),
-        pa.Array.from_buffers(pa.binary(16), len(ids), [None, pa.py_buffer(ids)]),
-    ]
-    rows = pa.RecordBatch.from_arrays(columns, names=list(_COLUMNS))
-    copy_rows(cursor, sql.Identifier(dedup.schema, "processed_messages"), _COLUMNS, [rows])
+    into = sql.SQL("COPY {} (grp, day, message_id) FROM STDIN (FORMAT binary)").format(
+        sql.Identifier(dedup.schema, "processed_messages")
+    )
+    with cursor.copy(into) as copy:
+        copy.write(HEAD)
+        copy.write(_rows(dedup.group.encode(), identity.days(ids), ids))
+        copy.write(TAIL)
 
 
 def insert_ids(cursor: psycopg.Cursor[Any], dedup: DedupStore, batches: Sequence[Ids]) -> None:
@@ -59,3 +58,24 @@ def any_before(batches: Sequence[Ids], day: int) -> bool:
 
 def _joined(batches: Sequence[Ids]) -> Ids:
     return np.concatenate([np.zeros((0, 16), np.uint8), *batches])
+
+
+def _rows(group: bytes, days: Any, ids: Ids) -> bytes:
+    """Encode rows of three fields, each after its length, in network byte order."""
+    encoded = np.zeros(
+        len(ids),
+        [
+            ("fields", ">i2"),
+            ("group_length", ">i4"),
+            ("group", np.uint8, (len(group),)),
+            ("day_length", ">i4"),
+            ("day", ">i4"),
+            ("id_length", ">i4"),
+            ("id", np.uint8, (16,)),
+        ],
+    )
+    encoded["fields"] = 3
+    encoded["group_length"], encoded["group"] = len(group), np.frombuffer(group, np.uint8)
+    encoded["day_length"], encoded["day"] = 4, days - POSTGRES_DAY
+    encoded["id_length"], encoded["id"] = 16, ids
+    return encoded.tobytes()

@@ -129,13 +129,32 @@ Known = Sequence["Ids"] | None
 """The ids of the rows in ``batch``; None if only the database has them."""
 
 
-class Remembering:
+class _Base:
+    """The base of strategies, and by its defaults of those that store nothing."""
+
+    __slots__ = ()
+    remembers: ClassVar[bool] = False
+
+    def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
+        """Leave in ``batch`` only the rows to be applied. ``suspect``: repeats are likely."""
+        raise NotImplementedError
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Raise the database's error if a row can't be compared with a table. Most compare none."""
+
+    def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:  # noqa: ARG002
+        """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
+        return []
+
+
+class _Remembering(_Base):
     """The base of strategies that store each id."""
 
     __slots__ = ()
+    remembers: ClassVar[bool] = True
 
     def reduce(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, ids: Known, *, suspect: bool) -> None:
-        """Leave in ``batch`` only messages that were never applied. ``suspect``: repeats are likely."""
+        """Leave in ``batch`` only messages that were never applied."""
         if not suspect:
             try:
                 with cursor.connection.transaction():
@@ -155,7 +174,6 @@ class Remembering:
         dedup.run(cursor, REMEMBER_FRESH)
 
     def too_old(self, cursor: psycopg.Cursor[Any], dedup: DedupStore, most: int) -> list[tuple[MessageRef, str]]:
-        """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
         # Most groups have forgotten nothing; then no row has to be read.
         if forgotten_before(cursor, dedup) is None:
             return []
@@ -165,7 +183,7 @@ class Remembering:
 
 
 @dataclass(frozen=True, slots=True)
-class Dedup(Remembering):
+class Dedup(_Remembering):
     """Remember the id of every message that was applied. The default.
 
     key                     a header by which messages are recognized that have it, instead of their id. With
@@ -186,7 +204,7 @@ class Dedup(Remembering):
 
 
 @dataclass(frozen=True, slots=True)
-class Natural:
+class Natural(_Base):
     """For an idempotent effect, such as an upsert by ``key``. The last message of each key in a batch is kept.
 
     key  columns of ``batch``.
@@ -209,7 +227,7 @@ class Natural:
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class Version(_Base):
     """Apply only messages newer than the stored version. The newest message of each key in a batch is kept.
 
     table       of the sink, as ``name`` or ``schema.name``, with the stored version.
@@ -289,7 +307,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint(Remembering):
+class Fingerprint(_Remembering):
     """For sources without ids: Dedup with ids made from the content (SHA-256).
 
     columns  decoded columns that identify a message. Default: Kafka's key and value, as bytes.
@@ -329,7 +347,7 @@ class Fingerprint(Remembering):
 
 
 @dataclass(frozen=True, slots=True)
-class OffsetsOnly:
+class OffsetsOnly(_Base):
     """Apply each offset once, and compare nothing: for topics without repeated events.
 
     Examples are the topics of an exactly-once relay, and of any producer that writes each event in one transaction, or

@@ -122,7 +122,7 @@ class AddedPartitions:
         self._noted = {one: ends for one, ends in self._noted.items() if one not in stored}
         if not self._noted.keys() >= set(added):
             found = self._store.added_ends(topic_ids)
-            self._noted = {one: ends for one, ends in found.items() if one not in stored} | self._noted
+            self._noted = _in_order({one: ends for one, ends in found.items() if one not in stored} | self._noted)
         changed: dict[Partition, AddedEnds] = {}
         later: Mapping[Partition, int] | None = None
         for one in added:
@@ -153,5 +153,24 @@ class AddedPartitions:
 
     def _at_least_noted(self, ends: Mapping[Partition, int]) -> dict[Partition, int]:
         """Return ends, none below an earlier one, which may have what a transaction hides, or a log that was cut."""
-        earlier = [self._last_seen, *(end for one in self._noted.values() for end in (one.before, one.ends))]
-        return {at: max(end, *(one.get(at, 0) for one in earlier)) for at, end in ends.items()}
+        noted = [end for one in self._noted.values() for end in (one.before, one.ends)]
+        return _highest(ends, [*noted, self._last_seen])
+
+
+def _highest(ends: Mapping[Partition, int], others: Sequence[Mapping[Partition, int]]) -> dict[Partition, int]:
+    """Return the highest end of each partition of ``ends``."""
+    return {at: max([end, *(one.get(at, 0) for one in others)]) for at, end in ends.items()}
+
+
+def _in_order(noted: Mapping[Partition, AddedEnds]) -> dict[Partition, AddedEnds]:
+    """Return stored ends, each at least the earlier ones: drivers used to store others, and their groups stand still.
+
+    They noted ``before`` without what open transactions hide, and ``ends`` with it. So where neither is at least the
+    other, ``ends`` is the earlier one.
+    """
+
+    def ordered(before: Mapping[Partition, int]) -> dict[Partition, int]:
+        lower = [one.ends for one in noted.values() if any(before.get(at, 0) > end for at, end in one.ends.items())]
+        return _highest(before, lower)
+
+    return {one: AddedEnds(ordered(there.before), there.ends) for one, there in noted.items()}

@@ -30,7 +30,7 @@ from outbox.consumer.errors import ConsumerUnavailable, JobError
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import MessageRef, Partition, RetryRequest
 from spark_jobs.dedup.strategies import Natural, Version
-from spark_jobs.driver.round_context import Ranges, RoundContext, RoundState, as_one
+from spark_jobs.driver.round_context import OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.staged_rows import StagedRows, stage
 from spark_jobs.effects.mapped import Upsert
 from spark_jobs.job import META
@@ -71,17 +71,17 @@ class BatchAttempts:
         self._sinks = sinks
         self._tables = StagingTables(store)
 
-    def attempt(self, ranges: Ranges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
+    def attempt(self, planned: OffsetRanges, state: RoundState, generation: int) -> dict[Partition, TaskResult]:
         dead = state.dead_offsets()
 
         def source(without: Offsets) -> Source:
-            offsets = {part: [*dead.get(part, ()), *without.get(part, ())] for part in ranges}
-            return self._context.source(ranges, offsets)
+            offsets = {part: [*dead.get(part, ()), *without.get(part, ())] for part in planned.ranges}
+            return self._context.source(planned, offsets)
 
         try:
-            return self._apply(source, ranges, state, generation, {})
+            return self._apply(source, planned, state, generation, {})
         except RangeStopped as stop:
-            return as_one(ranges, TaskResult(stop.outcome, detail=stop.detail))
+            return planned.as_one(TaskResult(stop.outcome, detail=stop.detail))
         finally:
             self._tables.drop_made()
 
@@ -92,7 +92,7 @@ class BatchAttempts:
 
         ids = {one.place: (one.id, one.reason) for one in letters}
         try:
-            results = self._apply(source, {}, state, generation, ids)
+            results = self._apply(source, OffsetRanges({}, {}), state, generation, ids)
         except RangeStopped as stop:
             return TaskResult(stop.outcome, detail=stop.detail)
         finally:
@@ -103,7 +103,7 @@ class BatchAttempts:
     def _apply(
         self,
         source: Callable[[Offsets], Source],
-        ranges: Ranges,
+        planned: OffsetRanges,
         state: RoundState,
         generation: int,
         retried: Mapping[MessageRef, RetryRequest],
@@ -124,8 +124,8 @@ class BatchAttempts:
             cursor = into.cursor
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
-            for partition, span in sorted(ranges.items()):
-                if not into.fence(partition, span):
+            for partition, range_ in sorted(planned.ranges.items()):
+                if not into.fence(partition, range_):
                     raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
             if retried and not into.hold(retried):
                 raise RangeStopped(RangeOutcome.ALREADY, "")
@@ -135,20 +135,20 @@ class BatchAttempts:
             before = applying.places() if retried else set()
             if shuffled:
                 cursor.execute(_READ)
-            applying.reduce(suspect=bool(retried or self._context.careful), forgiven=forgiven(retried))
+            applying.reduce(suspect=bool(retried or self._context.suspicious), forgiven=forgiven(retried))
             fresh = applying.per_partition()
             taken = before
             if fresh and shuffled:
                 repeats = {(topic, part): offsets for topic, part, offsets in cursor.execute(_REPEATS)}
                 applying = self._transformed(cursor, source(repeats), sink, most)
-                if ranges:
+                if planned.ranges:
                     self._require_all(source(repeats), sum(fresh.values()))
                 taken = _taken(applying, before, repeats)
             if retried:
                 into.resolve_as(fresh, taken)
-            for partition, span in sorted(ranges.items()):
+            for partition, range_ in sorted(planned.ranges.items()):
                 counts = read.get(partition, 0), fresh.get(partition, 0)
-                into.move(Move(partition, span, *counts, state.letters().get(partition, ())))
+                into.move(Move(partition, range_, planned.log_ends.get(partition), *counts, state.letters(partition)))
             if fresh:
                 into.run(applying)
         committed = into.now()
@@ -162,7 +162,7 @@ class BatchAttempts:
                 size=int(average * read.get(partition, 0)),
                 committed=committed,
             )
-            for partition in (ranges or read)
+            for partition in (planned.ranges or read)
         }
 
     def _transformed(self, cursor: psycopg.Cursor[Any], source: Source, sink: PostgresSink, most: int) -> BatchTable:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from outbox.consumer.errors import ConsumerUnavailable, CorruptRecords, EffectFailed
 from outbox.consumer.letters import RetryRecord
 from outbox.consumer.model import Partition
-from spark_jobs.dedup.strategies import OffsetsOnly, Remembering
-from spark_jobs.driver.round_context import ENDING, Ranges, RoundContext, RoundState
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
+from spark_jobs.driver.round_context import ENDING, OffsetRanges, RoundContext, RoundState
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import InputCut
 from spark_jobs.outcomes import RangeOutcome
@@ -19,6 +19,7 @@ from spark_jobs.spark import rows as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
 from spark_jobs.task.partition import TaskPlan, TaskResult
+from spark_jobs.task.reader import TooMuch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,39 +48,31 @@ class PartitionAttempts:
     def finds_behind(self) -> bool:
         return self._context.task_decoder.columns is not None
 
-    def attempt(self, ranges: Ranges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
+    def attempt(self, planned: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
         """Apply the ranges once. Raises Undecoded, and the errors that Spark's are translated into."""
         if self._context.task_decoder.columns is not None:
-            return self._attempt_reading(self._context.task_decoder.columns, ranges, state, generation)
-        prepared = spark.prepare(self._job, self._context.source(ranges, state.dead_offsets()))
+            return self._attempt_reading(self._context.task_decoder.columns, planned, state, generation)
+        prepared = spark.prepare(self._job, self._context.source(planned, state.dead_offsets()))
         tasks = prepared.source.tasks(prepared.rows)
-        plan = replace(self._context.plan(ranges, state, generation, prepared.columns), tasks=tasks)
+        plan = replace(self._context.plan(planned, state, generation, prepared.columns), tasks=tasks)
         results = _reports(prepared, functools.partial(task.apply_rows, plan))
         if not tasks:
             # Spark saw that no row passes the transform, and ran no task.
             self._context.require_decoded(prepared.source)
-            return self.step_over(ranges, state, generation)
-        _require_reports(ranges, results)
+            return dict.fromkeys(planned.ranges, TaskResult(RangeOutcome.EMPTY))
+        _require_reports(planned, results)
         return results
 
-    def step_over(self, ranges: Ranges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
-        """Move the offsets over ranges with nothing to apply."""
-        try:
-            task.step_over(self._context.plan(ranges, state, generation, {}))
-        except task.RangeStopped as stop:
-            raise ENDING[stop.outcome](stop.detail) from stop
-        return dict.fromkeys(ranges, TaskResult(RangeOutcome.APPLIED))
-
     def _attempt_reading(
-        self, columns: Mapping[str, str], ranges: Ranges, state: RoundState, generation: int
+        self, columns: Mapping[str, str], planned: OffsetRanges, state: RoundState, generation: int
     ) -> Mapping[Partition, TaskResult]:
         """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver."""
-        plan = replace(self._context.plan(ranges, state, generation, columns), decoder=self._context.task_decoder)
-        if self._few(ranges) and (read := self._read_in_driver(plan)) is not None:
+        plan = replace(self._context.plan(planned, state, generation, columns), decoder=self._context.task_decoder)
+        if self._few(planned) and (read := self._read_in_driver(plan)) is not None:
             return self._apply_in_driver(plan, read)
         apply = functools.partial(task.read_and_apply, plan)
-        results = reported(self._context.by_ranges(ranges, apply, task.REPORT).collect())
-        _require_reports(ranges, results)
+        results = reported(self._context.by_ranges(planned, apply, task.REPORT).collect())
+        _require_reports(planned, results)
         return results
 
     def _apply_in_driver(
@@ -105,27 +98,29 @@ class PartitionAttempts:
             # At-most-once moves the offsets in transactions of their own.
             self._job.delivery == "exactly-once"
             and isinstance(self._job.effect, Insert | Upsert)
-            and isinstance(self._job.strategy, Remembering | OffsetsOnly)
+            and isinstance(self._job.strategy, Dedup | Fingerprint | OffsetsOnly)
         )
 
     def _read_in_driver(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
         """Read the ranges. None if tasks should: the messages are large, or one of several ranges can't be read."""
         try:
             return task.read_in_driver(plan, self._context.reading)
+        except TooMuch:
+            return None
         except (ConsumerUnavailable, CorruptRecords, InputCut):
             if len(plan.ranges) == 1:
                 raise
             return None
 
-    def _few(self, ranges: Ranges) -> bool:
+    def _few(self, planned: OffsetRanges) -> bool:
         """Return whether starting Spark tasks would cost more than their work. Custom effects run in executors."""
-        return isinstance(self._job.effect, str | Insert | Upsert) and self._context.driver_may_read(ranges)
+        return isinstance(self._job.effect, str | Insert | Upsert) and self._context.driver_may_read(planned)
 
     def attempt_retry(self, letters: Sequence[RetryRecord], state: RoundState, generation: int) -> TaskResult:
         """Apply dead letters once, all in one transaction."""
         prepared = spark.prepare(self._job, self._context.letters(letters))
         spark.require_one_task(prepared.rows)
-        plan = self._context.plan({}, state, generation, prepared.columns)
+        plan = self._context.plan(OffsetRanges({}, {}), state, generation, prepared.columns)
         plan = replace(plan, max_dead=len(letters))
         ids = {one.place: (one.id, one.reason) for one in letters}
         results = _reports(prepared, functools.partial(task.report_retry, plan, ids))
@@ -143,9 +138,9 @@ def _reports(
     return reported(spark.in_tasks(prepared.rows, lambda rows: run(task_input.from_spark(rows)), task.REPORT).collect())
 
 
-def _require_reports(ranges: Ranges, results: Mapping[Partition, TaskResult]) -> None:
+def _require_reports(planned: OffsetRanges, results: Mapping[Partition, TaskResult]) -> None:
     """Raise ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied."""
-    silent = sorted(ranges.keys() - results.keys())
+    silent = sorted(planned.ranges.keys() - results.keys())
     if silent and not any(one.outcome in ENDING for one in results.values()):
         raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
 

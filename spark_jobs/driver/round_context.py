@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
@@ -15,7 +15,7 @@ from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord, 
 from spark_jobs.job import ConsumerJob
 from spark_jobs.outcomes import RangeOutcome
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.sink import GroupStore, Sinks
+from spark_jobs.sink import GroupStore, Sinks, Way
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
 
-CAREFUL_ROUNDS: Final = 5
-"""For how many rounds a partition is careful after it had a repeat, because repeats come in bursts, or rows that could
-not be copied directly into the sink's table; and all partitions stay apart after one transaction could not have all."""
+SUSPECT_ROUNDS: Final = 5
+"""For how many rounds a partition takes the slower way after it had a repeat, because repeats come in bursts. The same
+holds after its rows could not be copied directly into the sink's table, and for all partitions after one transaction
+could not have all of a round."""
 ENDING: Final[dict[RangeOutcome, type[ConsumerError]]] = {
     RangeOutcome.FENCED: Fenced,
     RangeOutcome.BROKEN: EffectFailed,
@@ -45,52 +46,56 @@ ENDING: Final[dict[RangeOutcome, type[ConsumerError]]] = {
 }
 """The outcomes that end a round, and the errors that are raised for them; fencing first."""
 
-Ranges = Mapping[Partition, Range]
-"""The offsets that a round reads of each partition."""
 
+@dataclass(frozen=True, slots=True)
+class OffsetRanges:
+    """The ranges of a round, and for each the end of Kafka's log when the round was planned."""
 
-def as_one(ranges: Ranges, result: TaskResult) -> dict[Partition, TaskResult]:
-    """Return one result for all ranges: the first partition reports it, and the others are retried with it."""
-    others = dict.fromkeys(ranges, TaskResult(RangeOutcome.REJECTED, detail="[]"))
-    return others | {min(ranges): result}
+    ranges: Mapping[Partition, Range]
+    log_ends: Mapping[Partition, int]
 
+    def as_one(self, result: TaskResult) -> dict[Partition, TaskResult]:
+        """Return one result for all: the first partition reports it, and the others are retried with it."""
+        others = dict.fromkeys(self.ranges, TaskResult(RangeOutcome.REJECTED, detail="[]"))
+        return others | {min(self.ranges): result}
 
-def remaining(ranges: Ranges, stored: Mapping[Partition, StoredOffset]) -> Ranges:
-    """Return the parts of the ranges that are not applied yet."""
-    reached = {partition: here.next_offset for partition, here in stored.items()}
-    starts = {at: max(span.start, reached.get(at, 0)) for at, span in ranges.items()}
-    return {at: replace(span, start=starts[at]) for at, span in ranges.items() if starts[at] < span.end}
+    def only(self, partitions: Iterable[Partition]) -> OffsetRanges:
+        wanted = set(partitions)
+        return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
 
+    def remaining(self, stored: Mapping[Partition, StoredOffset]) -> OffsetRanges:
+        """Return the parts of the ranges that are not applied yet."""
+        reached = {partition: here.next_offset for partition, here in stored.items()}
+        starts = {at: max(span.start, reached.get(at, 0)) for at, span in self.ranges.items()}
+        left = {at: replace(span, start=starts[at]) for at, span in self.ranges.items() if starts[at] < span.end}
+        return replace(self, ranges=left)
 
-def beginnings(ranges: Ranges, most: int) -> Ranges:
-    """Return the beginnings of the ranges, with so many offsets in all."""
-    found: dict[Partition, Range] = {}
-    by_length = sorted(ranges.items(), key=lambda item: (item[1].end - item[1].start, item[0]))
-    for number, (partition, span) in enumerate(by_length):
-        taken = min(span.end - span.start, -(-most // (len(by_length) - number)))
-        if taken:
-            found[partition] = replace(span, end=span.start + taken)
-        most -= taken
-    return found
+    def first(self, most: int) -> OffsetRanges:
+        """Return the beginnings of the ranges, with so many offsets in all."""
+        beginnings: dict[Partition, Range] = {}
+        by_length = sorted(self.ranges.items(), key=lambda item: (item[1].end - item[1].start, item[0]))
+        for number, (partition, span) in enumerate(by_length):
+            taken = min(span.end - span.start, -(-most // (len(by_length) - number)))
+            if taken:
+                beginnings[partition] = replace(span, end=span.start + taken)
+            most -= taken
+        return replace(self, ranges=beginnings)
 
 
 @dataclass
 class Counts:
     """The figures of a round. read = applied + duplicates + dead, except for ranges that had been applied before.
 
-    sizes  for each topic, how many offsets were passed, and the bytes of their messages.
+    passed  by how many offsets the ranges moved, markers included.
+    sizes   for each topic, how many offsets were passed, and the bytes of their messages.
     """
 
     read: int = 0
     applied: int = 0
     duplicates: int = 0
     dead: int = 0
+    passed: int = 0
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def passed(self) -> int:
-        """By how many offsets the ranges moved, markers included."""
-        return sum(offsets for offsets, _ in self.sizes.values())
 
 
 @dataclass
@@ -101,22 +106,24 @@ class RoundState:
     dead_keys  keys of dead letters of earlier rounds by topic, if the tasks put aside the messages behind them.
     behind     how many messages the tasks have put aside in this way.
     at_fault   how many messages in earlier pieces of the round became dead letters by a fault of their own.
+    lenient    partitions with a value that does not fit its column.
     """
 
     dead: dict[MessageRef, DeadLetter] = field(default_factory=dict)
     dead_keys: Mapping[str, AbstractSet[bytes]] = field(default_factory=dict)
     behind: int = 0
     at_fault: int = 0
+    lenient: set[Partition] = field(default_factory=set)
+    counts: Counts = field(default_factory=Counts)
 
-    def letters(self) -> dict[Partition, list[DeadLetter]]:
-        """Return the dead letters of each partition, in the order of their messages."""
-        found: dict[Partition, list[DeadLetter]] = {}
-        for place, letter in sorted(self.dead.items()):
-            found.setdefault(place[:2], []).append(letter)
-        return found
+    def letters(self, partition: Partition) -> list[DeadLetter]:
+        return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
 
     def dead_offsets(self) -> dict[Partition, list[int]]:
-        return {partition: [one.record.place[2] for one in some] for partition, some in self.letters().items()}
+        offsets: dict[Partition, list[int]] = {}
+        for topic, part, offset in sorted(self.dead):
+            offsets.setdefault((topic, part), []).append(offset)
+        return offsets
 
 
 class RoundContext:
@@ -156,7 +163,8 @@ class RoundContext:
         """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
         self._sizes: Accumulator[Sizes] | None = None
         self._times: TimeSample | None = None
-        self._careful: dict[Partition, int] = {}
+        self._suspects: dict[Partition, int] = {}
+        self._slow: dict[Partition, int] = {}
         self._apart = 0
 
     @property
@@ -201,64 +209,74 @@ class RoundContext:
         return spark.task_decoder(self.job)
 
     def begin(self) -> None:
-        """Begin a round: forget what happened some rounds ago, and inspect the sink's table again."""
-        self._careful = {partition: left - 1 for partition, left in self._careful.items() if left > 1}
+        """Begin a round: forget what was suspect or slow some rounds ago, and inspect the sink's table again."""
+        self._suspects, self._slow = (
+            {partition: left - 1 for partition, left in known.items() if left > 1}
+            for known in (self._suspects, self._slow)
+        )
         self._apart = max(0, self._apart - 1)
-        # Only a direct copy is compared with the sink's table by its transaction.
-        self.sinks.look_again(checked=bool(self._careful))
+        # Only what takes the straight way is compared with the sink's table by its transaction.
+        self.sinks.look_again(checked=bool(self._suspects or self._slow))
         if self._sizes is not None:
             self._sizes.value = {}
 
     def keep_apart(self) -> None:
         """Apply each range in its own transaction for some rounds: one of them would roll back all others."""
-        self._apart = CAREFUL_ROUNDS
+        self._apart = SUSPECT_ROUNDS
 
     def all_is_well(self, plan: TaskPlan) -> bool:
         """Return whether nothing speaks against one transaction for all ranges of a plan."""
-        return not self._apart and not plan.careful & plan.ranges.keys()
+        return not self._apart and all(plan.way(partition) == Way() for partition in plan.ranges)
 
     @property
-    def careful(self) -> frozenset[Partition]:
-        """The partitions that had repeats lately, or rows that could not be copied directly into the sink's table."""
-        return frozenset(self._careful)
+    def suspicious(self) -> bool:
+        return bool(self._suspects)
 
-    def be_careful(self, partition: Partition) -> None:
-        self._careful[partition] = CAREFUL_ROUNDS
+    def suspect(self, partition: Partition) -> None:
+        self._suspects[partition] = SUSPECT_ROUNDS
 
-    def plan(self, ranges: Ranges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
+    def slow_down(self, partition: Partition) -> None:
+        """Send the rows of a partition through ``batch``, and inspect the sink's table again: it may be new."""
+        self.sinks.look_again()
+        self._slow[partition] = SUSPECT_ROUNDS
+
+    def plan(self, planned: OffsetRanges, state: RoundState, generation: int, columns: Mapping[str, str]) -> TaskPlan:
         return TaskPlan(
             sink=self.sinks.prepared(columns, generation),
-            ranges=ranges,
+            ranges=dict(planned.ranges),
+            log_ends=dict(planned.log_ends),
             required=self.job.reducing.required,
             max_dead=self.job.max_dead,
-            dead={partition: some for partition, some in state.letters().items() if partition in ranges},
-            behind=self._shares(ranges, state),
-            careful=self.careful,
+            dead={partition: state.letters(partition) for partition in planned.ranges if state.letters(partition)},
+            behind=self._shares(planned, state),
+            suspects=frozenset(self._suspects),
+            lenient=frozenset(state.lenient),
+            slow=frozenset(self._slow),
         )
 
-    def _shares(self, ranges: Ranges, state: RoundState) -> Behind | None:
+    def _shares(self, planned: OffsetRanges, state: RoundState) -> Behind | None:
         """Return what each task may put aside by itself: in sum, no more than ``max_dead`` still allows."""
-        if not state.dead_keys or not ranges:
+        if not state.dead_keys or not planned.ranges:
             return None
         left = max(0, self.job.max_dead - len(state.dead) - state.behind)
-        return Behind(state.dead_keys, left // len(ranges))
+        return Behind(state.dead_keys, left // len(planned.ranges))
 
-    def driver_may_read(self, ranges: Ranges) -> bool:
+    def driver_may_read(self, planned: OffsetRanges) -> bool:
         """Return whether the driver may read the ranges itself: few messages, none that may have killed a driver."""
-        if any(one.start < self.executors_up_to.get(partition, 0) for partition, one in ranges.items()):
+        if any(one.start < self.executors_up_to.get(partition, 0) for partition, one in planned.ranges.items()):
             return False
-        return sum(one.end - one.start for one in ranges.values()) <= self._few
+        return sum(one.end - one.start for one in planned.ranges.values()) <= self._few
 
-    def source(self, ranges: Ranges, without: spark.Offsets) -> spark.Source:
+    def source(self, planned: OffsetRanges, without: spark.Offsets) -> spark.Source:
         """Return the ranges' messages as Spark rows, except those at the offsets in ``without``."""
-        return spark.of_ranges(self.session, self.job, self.task_decoder, ranges, without, self._patient())
+        return spark.of_ranges(self.session, self.job, self.task_decoder, planned.ranges, without, self._patient())
 
     def letters(self, letters: Sequence[RetryRecord]) -> spark.Source:
         return spark.of_letters(self.session, self.job, self.task_decoder, letters)
 
-    def by_ranges(self, ranges: Ranges, do: OfRange, schema: str) -> DataFrame:
+    def by_ranges(self, planned: OffsetRanges, do: OfRange, schema: str) -> DataFrame:
         """Return the results of a function for each range, with one task per range."""
-        partitions = sorted(ranges)
+        partitions = sorted(planned.ranges)
         run = functools.partial(task.with_reader, do, partitions, self._patient())
         return spark.by_ranges(self.session, len(partitions), run, schema)
 

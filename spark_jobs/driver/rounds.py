@@ -8,8 +8,8 @@ What follows from each outcome is in ``outcomes.RangeOutcome``. Beside them:
 
 | what happens                         | what follows                                                             |
 |--------------------------------------|--------------------------------------------------------------------------|
-| Spark runs no task, because it sees  | the driver moves the offsets, unless a row of these ranges does not      |
-| that the transform filters all rows  | decode                                                                   |
+| Spark runs no task, because it sees  | as for EMPTY, unless a row of these ranges does not decode               |
+| that the transform filters all rows  |                                                                          |
 | messages are rejected                | they become dead letters; with keep_order the later ones of their keys   |
 |                                      | do too; if there are more of these than max_dead, in pieces of the round |
 | a row that does not decode reaches a | Undecoded: the driver looks for all such rows                            |
@@ -28,16 +28,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 from outbox.consumer.errors import EffectFailed, Interrupted
 from outbox.consumer.letters import BEHIND, DeadLetter, RetryRecord
 from outbox.consumer.model import MessageRef, Partition, Range, RejectedRecord
-from spark_jobs.driver.round_context import (
-    ENDING,
-    Counts,
-    Ranges,
-    RoundContext,
-    RoundState,
-    as_one,
-    beginnings,
-    remaining,
-)
+from spark_jobs.driver.round_context import ENDING, Counts, OffsetRanges, RoundContext, RoundState
 from spark_jobs.driver.round_spans import RoundSpans
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
 from spark_jobs.outcomes import RangeOutcome
@@ -118,43 +109,43 @@ class Rounds:
         self.counts = Counts()
         """The figures of the last round or retry: of what it has applied, also if it raised after that."""
 
-    def apply(self, ranges: Ranges, generation: int) -> Counts:
+    def apply(self, planned: OffsetRanges, generation: int) -> Counts:
         """Apply the ranges. What has been applied when it raises is in ``counts``.
 
         Raises Fenced, EffectFailed, BadMessage and, when the JVM has ended, ConsumerError itself, which end the job.
         All other errors may be temporary: the classes of task.FAILURES, WorkerLost, and psycopg's errors if the
         driver's own session fails.
         """
-        with self._round(job_groups.described(ranges), ranges):
+        with self._round(job_groups.described(planned.ranges), planned.ranges) as counts:
             try:
-                self._apply(ranges, generation)
+                self._apply(planned, counts, generation)
             except _TooManyBehind:
-                self._apply_in_pieces(ranges, generation)
-        return self.counts
+                self._apply_in_pieces(planned, counts, generation)
+        return counts
 
-    def _apply(self, ranges: Ranges, generation: int, at_fault: int = 0) -> int:
+    def _apply(self, planned: OffsetRanges, counts: Counts, generation: int, at_fault: int = 0) -> int:
         """Apply ranges. ``at_fault``: messages at fault in earlier pieces. Returns the new total."""
-        state = RoundState(at_fault=at_fault)
+        state = RoundState(counts=counts, at_fault=at_fault)
         self._context.begin()
         try:
             if self._job.keep_order:
-                self._handle_dead_keys(state, ranges)
-            left = ranges
-            while left:
+                self._handle_dead_keys(state, planned)
+            left = planned
+            while left.ranges:
                 results = self._attempt(left, state, generation)
-                left = _only(left, self._handle_outcomes(left, results, state))
+                left = left.only(self._handle_outcomes(left, results, state, generation))
         except BaseException:
             self._dead_keys.forget()
             raise
         self._dead_keys.add(state.dead.values())
         return at_fault + _number_at_fault(letter.record for letter in state.dead.values())
 
-    def _apply_in_pieces(self, ranges: Ranges, generation: int) -> None:
+    def _apply_in_pieces(self, planned: OffsetRanges, counts: Counts, generation: int) -> None:
         """Apply ranges in pieces, because more messages wait behind dead letters than ``max_dead``."""
         most, at_fault = self._job.max_dead, 0
-        while left := remaining(ranges, self._store.stored(self._job.topics)):
+        while (left := planned.remaining(self._store.stored(self._job.topics))).ranges:
             try:
-                at_fault = self._apply(beginnings(left, most), generation, at_fault)
+                at_fault = self._apply(left.first(most), counts, generation, at_fault)
                 most *= 2
             except _TooManyBehind:
                 # A piece of max_dead offsets has no more messages than max_dead.
@@ -162,14 +153,14 @@ class Rounds:
                 most = self._job.max_dead
 
     @contextmanager
-    def _round(self, shown: str, partitions: Collection[Partition]) -> Iterator[None]:
+    def _round(self, shown: str, partitions: Collection[Partition]) -> Iterator[Counts]:
         """Begin the figures, the tracing span and the Spark jobs of a round, with this description."""
         self.counts = Counts()
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, shown)
             # Translated inside the span, so that it shows the error's own type.
             with self._spans.traced(partitions, self.counts), failures.understood():
-                yield
+                yield self.counts
 
     def retry(self, generation: int) -> bool:
         """Apply the dead letters for which a retry was requested, in order.
@@ -180,10 +171,10 @@ class Rounds:
 
         Returns whether there may be more of them.
         """
-        with self._round("dead letters that are retried", ()):
-            return self._retry_all(generation)
+        with self._round("dead letters that are retried", ()) as counts:
+            return self._retry_all(generation, counts)
 
-    def _retry_all(self, generation: int) -> bool:
+    def _retry_all(self, generation: int, counts: Counts) -> bool:
         self._context.sinks.look_again()
         self._dead_keys.forget()
         alone = 0
@@ -200,7 +191,7 @@ class Rounds:
                 if one.behind
             ]
             try:
-                rejected = blocked or self._retry(letters, generation)
+                rejected = blocked or self._retry(letters, generation, counts)
                 self._most_retried = min(2 * self._most_retried, RETRIED_AT_ONCE)
             except (EffectFailed, WorkerLost, Interrupted, InputCut) as error:
                 if len(letters) > 1:
@@ -210,7 +201,9 @@ class Rounds:
                 alone += 1
             self._store.failed_again([(one.id, record) for one, record in rejected], generation)
 
-    def _retry(self, letters: Sequence[RetryRecord], generation: int) -> list[tuple[RetryRecord, RejectedRecord]]:
+    def _retry(
+        self, letters: Sequence[RetryRecord], generation: int, counts: Counts
+    ) -> list[tuple[RetryRecord, RejectedRecord]]:
         """Try dead letters once. Returns those that failed again.
 
         If there are none, all of them are resolved, or none if one no longer exists.
@@ -221,6 +214,8 @@ class Rounds:
         try:
             with failures.understood():
                 results = self._attempts.attempt_retry(letters, RoundState(), generation)
+                if results.outcome is RangeOutcome.COPY_ERROR:
+                    results = self._attempts.attempt_retry(letters, RoundState(lenient={task.DEAD_LETTERS}), generation)
         except failures.Undecoded as error:
             found = self._context.undecoded(self._context.letters(letters))
             if not found:
@@ -229,47 +224,52 @@ class Rounds:
             if results.outcome in ENDING:
                 raise ENDING[results.outcome](results.detail)
             found = rejected_from(results.detail) if results.outcome is RangeOutcome.REJECTED else []
-            self.counts.applied += results.fresh
-            self.counts.duplicates += results.read - results.fresh if not found else 0
-            self.counts.read += results.read if not found else 0
+            counts.applied += results.fresh
+            counts.duplicates += results.read - results.fresh if not found else 0
+            counts.read += results.read if not found else 0
         if self._job.keep_order:
             found = found + _behind_failed(letters, found)
         return [(at[record.place], record) for record in found]
 
-    def _attempt(self, ranges: Ranges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
+    def _attempt(self, planned: OffsetRanges, state: RoundState, generation: int) -> Mapping[Partition, TaskResult]:
         """Return the results of one attempt. A row that does not decode ends it for all of its ranges."""
         self._context.forget_times()
         try:
             with failures.understood():
-                return self._attempts.attempt(ranges, state, generation)
+                return self._attempts.attempt(planned, state, generation)
         except failures.Undecoded as error:
-            rejected = self._context.undecoded(self._context.source(ranges, state.dead_offsets()))
+            rejected = self._context.undecoded(self._context.source(planned, state.dead_offsets()))
             if not rejected:
                 raise _not_deterministic() from error
-            return as_one(ranges, TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
+            return planned.as_one(TaskResult(RangeOutcome.REJECTED, detail=rejected_text(rejected)))
 
-    def _handle_outcomes(
-        self, ranges: Ranges, results: Mapping[Partition, TaskResult], state: RoundState
+    def _handle_outcomes(  # noqa: C901  one case for each outcome
+        self, planned: OffsetRanges, results: Mapping[Partition, TaskResult], state: RoundState, generation: int
     ) -> list[Partition]:
         """Count the ranges that are done, and return the partitions to retry. Raises errors that end the round."""
         again: list[Partition] = []
+        empty: list[Partition] = []
         rejected: list[RejectedRecord] = []
+        ends = False
         for partition, one in results.items():
             match one.outcome:
                 case RangeOutcome.APPLIED:
                     self._context.note_delays(partition, one)
                     self._count(state, partition, one)
-                    self._note_size(partition, ranges[partition], one.size)
+                    self._note_size(state, partition, planned.ranges[partition], one.size)
                 case RangeOutcome.ALREADY:
                     self._dead_keys.forget()
-                    self._note_size(partition, ranges[partition], one.size)
+                    self._note_size(state, partition, planned.ranges[partition], one.size)
+                case RangeOutcome.EMPTY:
+                    empty.append(partition)
                 case RangeOutcome.REJECTED:
                     rejected += rejected_from(one.detail)
                     again.append(partition)
+                case RangeOutcome.COPY_ERROR:
+                    state.lenient.add(partition)
+                    again.append(partition)
                 case RangeOutcome.FALLBACK:
-                    # The table may be another one now.
-                    self._context.sinks.look_again()
-                    self._context.be_careful(partition)
+                    self._context.slow_down(partition)
                     again.append(partition)
                 case (
                     RangeOutcome.FENCED
@@ -281,13 +281,14 @@ class Rounds:
                     | RangeOutcome.INTERRUPTED
                     | RangeOutcome.UNAVAILABLE
                 ):
-                    # Raised below, once the others are counted.
-                    pass
+                    ends = True
                 case _:
                     assert_never(one.outcome)
+        if empty and not ends:
+            self._step_over(planned.only(empty), state, generation)
         self._raise_if_ending(results, rejected)
         if rejected:
-            self._make_dead_letters(state, _only(ranges, again), rejected)
+            self._make_dead_letters(state, planned.only(again), rejected)
         return again
 
     def _raise_if_ending(self, results: Mapping[Partition, TaskResult], rejected: Sequence[RejectedRecord]) -> None:
@@ -308,30 +309,44 @@ class Rounds:
             raise BadMessage(f"{_text(first.place)}: {first.error}")
 
     def _count(self, state: RoundState, partition: Partition, one: TaskResult) -> None:
-        self.counts.read += one.read + one.behind
-        self.counts.dead += one.behind
+        state.counts.read += one.read + one.behind
+        state.counts.dead += one.behind
         state.behind += one.behind
-        self.counts.applied += one.fresh
+        state.counts.applied += one.fresh
         if one.fresh < one.read:
-            self.counts.duplicates += one.read - one.fresh
-            self._context.be_careful(partition)
-        dead = len(state.letters().get(partition, ()))
-        self.counts.read += dead
-        self.counts.dead += dead
+            state.counts.duplicates += one.read - one.fresh
+            self._context.suspect(partition)
+        self._count_dead(state, partition)
 
-    def _note_size(self, partition: Partition, span: Range, rows_size: int) -> None:
+    def _note_size(self, state: RoundState, partition: Partition, range_: Range, rows_size: int = 0) -> None:
         """Record what a range takes in memory: as messages, whatever becomes of them, or as rows if these take more."""
-        offsets, size = self.counts.sizes.get(partition[0], (0, 0))
+        passed = range_.end - range_.start
+        offsets, size = state.counts.sizes.get(partition[0], (0, 0))
         here = max(rows_size, self._context.size_read(partition))
-        self.counts.sizes[partition[0]] = (offsets + span.end - span.start, size + here)
+        state.counts.sizes[partition[0]] = (offsets + passed, size + here)
+        state.counts.passed += passed
 
-    def _make_dead_letters(self, state: RoundState, ranges: Ranges, rejected: Sequence[RejectedRecord]) -> None:
+    def _count_dead(self, state: RoundState, partition: Partition) -> None:
+        dead = len(state.letters(partition))
+        state.counts.read += dead
+        state.counts.dead += dead
+
+    def _step_over(self, planned: OffsetRanges, state: RoundState, generation: int) -> None:
+        try:
+            task.step_over(self._context.plan(planned, state, generation, {}), list(planned.ranges))
+        except task.RangeStopped as stop:
+            raise ENDING[stop.outcome](stop.detail) from stop
+        for partition, range_ in planned.ranges.items():
+            self._count_dead(state, partition)
+            self._note_size(state, partition, range_)
+
+    def _make_dead_letters(self, state: RoundState, planned: OffsetRanges, rejected: Sequence[RejectedRecord]) -> None:
         """Make dead letters of rejected messages and, with keep_order, of the later messages of their keys."""
         for record in rejected:
             if record.place in state.dead:
                 raise EffectFailed(f"{_text(record.place)} was named again after it had been taken out: {record.error}")
         self._check_number(state, rejected)
-        letters = self._read_whole(ranges, {record.place: record for record in rejected})
+        letters = self._read_whole(planned, {record.place: record for record in rejected})
         state.dead |= letters
         if self._job.keep_order:
             keys: dict[str, dict[bytes, MessageRef | None]] = {}
@@ -339,48 +354,48 @@ class Rounds:
                 # The tasks put aside the messages of keys in ``dead_keys``.
                 if letter.key is not None and letter.key not in state.dead_keys.get(place[0], ()):
                     keys.setdefault(place[0], {})[letter.key] = place
-            self._add_behind(state, ranges, keys)
+            self._add_behind(state, planned, keys)
 
-    def _handle_dead_keys(self, state: RoundState, ranges: Ranges) -> None:
+    def _handle_dead_keys(self, state: RoundState, planned: OffsetRanges) -> None:
         """Make dead letters of what is behind those of earlier rounds, or have the tasks put it aside, if they can."""
         keys = self._dead_keys.by_topic()
         if self._attempts.finds_behind:
             state.dead_keys = keys
         else:
             # A transform must not see these messages, so they are looked for beforehand.
-            self._add_behind(state, ranges, {topic: dict.fromkeys(some) for topic, some in keys.items()})
+            self._add_behind(state, planned, {topic: dict.fromkeys(some) for topic, some in keys.items()})
 
-    def _add_behind(self, state: RoundState, ranges: Ranges, keys: KeysToLetters) -> None:
+    def _add_behind(self, state: RoundState, planned: OffsetRanges, keys: KeysToLetters) -> None:
         """Make dead letters of the messages that are behind dead letters of these keys."""
         if not keys:
             return
         without = state.dead_offsets()
-        find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(ranges), without)
-        if self._context.driver_may_read(ranges):
+        find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(planned.ranges), without)
+        if self._context.driver_may_read(planned):
             with kept(self._context.reading) as reader:
-                rows = [row for part in ranges for batch in find(reader, part) for row in batch.to_pylist()]
+                rows = [row for part in planned.ranges for batch in find(reader, part) for row in batch.to_pylist()]
             places = [(row["topic"], row["partition"], row["offset"]) for row in rows]
         else:
             # Limited only after filtering: messages before the dead letter must not use up the limit.
             most = self._job.max_dead + 1
-            places = [tuple(row) for row in self._context.by_ranges(ranges, find, _PLACES).limit(most).collect()]
+            places = [tuple(row) for row in self._context.by_ranges(planned, find, _PLACES).limit(most).collect()]
         found = {place: RejectedRecord(place, "behind", BEHIND) for place in places}
         if found:
             self._check_number(state, list(found.values()))
-            state.dead |= self._read_whole(ranges, found)
+            state.dead |= self._read_whole(planned, found)
 
     def _read_whole(
-        self, ranges: Ranges, rejected: Mapping[MessageRef, RejectedRecord]
+        self, planned: OffsetRanges, rejected: Mapping[MessageRef, RejectedRecord]
     ) -> dict[MessageRef, DeadLetter]:
         """Read messages in full. Raises EffectFailed if one is no longer there."""
         narrow: dict[Partition, Range] = {}
         for topic, part in {place[:2] for place in rejected}:
             offsets = [place[2] for place in rejected if place[:2] == (topic, part)]
-            narrow[topic, part] = replace(ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
+            narrow[topic, part] = replace(planned.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
         found: dict[MessageRef, DeadLetter] = {}
         with kept(self._context.reading) as reader:
-            for partition, span in narrow.items():
-                for messages in reader.range(partition, span):
+            for partition, range_ in narrow.items():
+                for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in rejected]
                     letters = self._context.task_decoder.incoming.letters(messages.only(numbers), rejected.__getitem__)
                     found |= {letter.record.place: letter for letter in letters}
@@ -404,10 +419,6 @@ class Rounds:
             raise EffectFailed(text)
         if len(records) + state.behind > most:
             raise _TooManyBehind
-
-
-def _only(ranges: Ranges, partitions: Iterable[Partition]) -> Ranges:
-    return {partition: ranges[partition] for partition in partitions}
 
 
 def _number_at_fault(records: Iterable[RejectedRecord]) -> int:

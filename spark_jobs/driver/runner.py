@@ -6,7 +6,7 @@
 | driver is killed                   | the next one gives what waits to executors: a message may have been the cause   |
 | driver is started twice            | the newer takes the group over; the older is fenced at its next transaction     |
 | Kafka or Postgres is away          | retried with backoff (``continuous`` for as long as it takes)                   |
-| a range holds only markers         | its task moves the offset all the same, by compare-and-swap                     |
+| a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
 | a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
 | the effect itself fails            | its partition is rolled back, and the job ends and names it                     |
 | a partition has no leader          | ``continuous`` reads the others, and /readyz shows it; ``once`` fails           |
@@ -54,7 +54,7 @@ from spark_jobs.driver.options import Options, Report, Totals
 from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.planner import halt, limited, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, PoisonSearch
-from spark_jobs.driver.round_context import Counts, Ranges, RoundContext
+from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundContext
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.driver.server_wait import wait_for_servers
 from spark_jobs.errors import BadMessage, InputCut, WorkerLost
@@ -284,7 +284,7 @@ class Runner:
         ranges = self._search.narrowed(ranges)
         # Set before the round, so that a partition that fails does not block those after it.
         self._turn = next_turn(self._turn or (), ranges)
-        self._apply({at: replace(span, log_end=known[at].end) for at, span in ranges.items()}, generation)
+        self._apply(OffsetRanges(ranges, {partition: known[partition].end for partition in ranges}), generation)
         return True
 
     def _plan(
@@ -335,21 +335,23 @@ class Runner:
             self._lagging(lagging, ranges.keys() | self._leaderless)
         return stored, ranges
 
-    def _apply(self, ranges: Ranges, generation: int) -> None:
+    def _apply(self, planned: OffsetRanges, generation: int) -> None:
         """Apply the ranges of a round, and record the result."""
         began = time.monotonic()
         try:
-            counts = self._rounds.apply(ranges, generation)
+            counts = self._rounds.apply(planned, generation)
         except BaseException as error:
             # What other partitions have committed stays applied.
             if self._rounds.counts.passed:
+                self._note_sizes(self._rounds.counts)
                 self._count(self._rounds.counts, began)
             if isinstance(error, ConsumerError):
-                self._record_failure(ranges, error)
+                self._record_failure(planned.ranges, error)
             raise
-        self._search.passed(ranges)
+        self._search.passed(planned.ranges)
+        self._note_sizes(counts)
         self._count(counts, began)
-        self._show_position({partition: one.end for partition, one in ranges.items()})
+        self._show_position({partition: one.end for partition, one in planned.ranges.items()})
 
     def _show_position(self, ends: Mapping[Partition, int]) -> None:
         """Show the group's position to Kafka's own tools, without waiting for the answer: nothing reads it back."""
@@ -360,6 +362,12 @@ class Runner:
         """Report why a position could not be shown, which comes with a later call."""
         if problem is not None:
             self._report("the group's position could not be shown to Kafka", {"error": problem})
+
+    def _note_sizes(self, counts: Counts) -> None:
+        """Record the average message size of each topic. A large size is remembered for some rounds: more may come."""
+        for topic, (offsets, size) in counts.sizes.items():
+            if offsets:
+                self._row_bytes[topic] = max(size // offsets, self._row_bytes.get(topic, 0) // 2)
 
     def _record_failure(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
         """Record which ranges failed. Raises BadMessage once a single message is known to be the cause."""
@@ -434,11 +442,7 @@ class Runner:
             raise
 
     def _count(self, counts: Counts, began: float) -> None:
-        """Add a round to the totals and report it, and record the average message size of each topic."""
-        for topic, (offsets, size) in counts.sizes.items():
-            if offsets:
-                # A large size is remembered for some rounds: more may come.
-                self._row_bytes[topic] = max(size // offsets, self._row_bytes.get(topic, 0) // 2)
+        """Add a round to the totals and report it."""
         totals = self._totals
         totals.rounds += 1
         totals.read += counts.read

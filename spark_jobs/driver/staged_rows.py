@@ -78,7 +78,7 @@ def _stage(
         with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
             rows = named(name, feed)
             if messages:
-                found += copy_fitting(cursor, plan.identifier, plan.staged_columns, rows, max_dead)
+                copy_fitting(cursor, plan.identifier, plan.staged_columns, rows, found, max_dead)
             else:
                 copy_rows(cursor, plan.identifier, plan.staged_columns, rows)
             found += feed.found

@@ -6,7 +6,7 @@ and one bad row costs one row.
 
 | what fails                                   | how the rejected message is found                                    |
 |----------------------------------------------|----------------------------------------------------------------------|
-| COPY: a value that the column's type refuses | again in parts, halved down to single rows (see ``fitting``)         |
+| COPY: a value that the column's type refuses | CopyError; again in parts, halved down to single rows                |
 | the effect, with an error of ``by_data``     | the batch in halves, each under a savepoint, in the order of offsets |
 | parts fail together, but none by itself      | there is none: each message was applied once, in smaller batches     |
 | the effect raises Reject                     | Reject has its id                                                    |
@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
@@ -31,10 +31,10 @@ from outbox.consumer.errors import shown
 from outbox.consumer.model import META_PLACE, MessageRef, RejectedRecord, refs_of
 from outbox.consumer.postgres_errors import by_data, caused_by, passing
 from outbox.consumer.statements import IMMEDIATE
-from spark_jobs.dedup.strategies import DedupStore, Remembering, Strategy, Version
+from spark_jobs.dedup.strategies import DedupStore, Strategy
 from spark_jobs.errors import Reject, StagedRowsLost
-from spark_jobs.outcomes import EffectError, RejectedRecords
-from spark_jobs.postgres.copying import Unfit
+from spark_jobs.outcomes import CopyError, EffectError, RejectedRecords
+from spark_jobs.postgres.copying import Unfit, copy_rows
 from spark_jobs.postgres.fitting import copy_fitting
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ _MOST_TAKEN_BACK: Final = 1_000
 
 
 class BatchTable:
-    """One use of the table ``batch``, in an open transaction: ``copy`` or ``take`` rows, ``reduce`` them, ``apply``.
+    """One use of the table ``batch``, in an open transaction.
 
     columns   of ``batch``, with their Postgres types.
     bisect    find rejected messages; otherwise an error caused by the rows is an EffectError.
@@ -97,11 +97,23 @@ class BatchTable:
         cursor.execute(sql.SQL("CREATE TEMPORARY TABLE batch ({}) ON COMMIT DROP").format(fields))
 
     def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Copy rows into ``batch``. Raises RejectedRecords for messages with a value that does not fit its column."""
-        rows = self._ids_while(self._kept_while(batches))
-        found = copy_fitting(self._cursor, sql.Identifier("batch"), self._columns, rows, self._max_dead)
+        """Stream rows into ``batch``. Raises CopyError."""
+        try:
+            copy_rows(self._cursor, sql.Identifier("batch"), self._columns, self._ids_while(self._kept_while(batches)))
+        except (psycopg.Error, Unfit) as error:
+            if isinstance(error, psycopg.Error) and (passing(error) or not by_data(error)):
+                raise
+            if not self._bisecting:
+                raise EffectError(shown(error)) from error
+            raise CopyError from error
+
+    def copy_leniently(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Do the same after ``copy`` has raised CopyError. Raises RejectedRecords where values do not fit."""
+        found: list[RejectedRecord] = []
+        table = sql.Identifier("batch")
+        copy_fitting(self._cursor, table, self._columns, self._kept_while(batches), found, self._max_dead)
         if found:
-            self._refuse(found)
+            raise RejectedRecords(found)
 
     def take(self, staged: sql.Identifier, names: Sequence[str], rows: int) -> None:
         """Fill ``batch`` from a staging table, with the rows that were staged under ``names``, which are ``rows``.
@@ -146,22 +158,23 @@ class BatchTable:
         Messages are rejected whose day is forgotten, unless they are ``forgiven``, and those whose key or version
         does not fit the sink's table.
         """
-        # Only this one compares rows with a table, and may meet some that it can't compare.
-        version = self._strategy if isinstance(self._strategy, Version) else None
         try:
-            with self._cursor.connection.transaction() if version else nullcontext():
+            with self._cursor.connection.transaction():
                 self._strategy.reduce(self._cursor, self._dedup, self._ids, suspect=suspect)
         except psycopg.Error as error:
-            if version is None or passing(error) or not by_data(error):
+            if passing(error) or not by_data(error):
                 raise
-            found = self._bisect(lambda: version.check(self._cursor)) if self._bisecting else []
+            if not self._bisecting:
+                raise EffectError(shown(error)) from error
+            found = self._bisect(lambda: self._strategy.check(self._cursor))
             raise (RejectedRecords(found) if found else EffectError(shown(error))) from error
-        if not isinstance(self._strategy, Remembering):
-            return
-        old = self._strategy.too_old(self._cursor, self._dedup, self._max_dead + 1 + len(forgiven))
-        rejected = [RejectedRecord(place, "too-old", why) for place, why in old if place not in forgiven]
-        if rejected:
-            self._refuse(rejected)
+        most = self._max_dead + 1 + len(forgiven)
+        old = [one for one in self._strategy.too_old(self._cursor, self._dedup, most) if one[0] not in forgiven]
+        if old:
+            rejected = [RejectedRecord(place, "too-old", why) for place, why in old]
+            if not self._bisecting:
+                raise EffectError(f"{rejected[0].place}: {rejected[0].error}")
+            raise RejectedRecords(rejected)
 
     def count(self) -> int:
         [(count,)] = self._cursor.execute("SELECT count(*) FROM batch").fetchall()
@@ -195,11 +208,6 @@ class BatchTable:
         found = self._bisect(self._run)
         if found:
             raise RejectedRecords(found)
-
-    def _refuse(self, found: Sequence[RejectedRecord]) -> NoReturn:
-        if not self._bisecting:
-            raise EffectError(f"{found[0].place}: {found[0].error}")
-        raise RejectedRecords(found)
 
     def _bisect(self, do: Callable[[], object]) -> list[RejectedRecord]:
         """Call ``do`` for smaller and smaller parts of ``batch``, in offset order. Return the messages that fail.
@@ -267,7 +275,10 @@ class BatchTable:
             return
         except Reject as reject:
             refs = dict.fromkeys(self._rejected(reject, rows))
-            self._refuse([RejectedRecord(place, "rejected", reject.why) for place in list(refs)[: self._max_dead + 1]])
+            rejected = [RejectedRecord(place, "rejected", reject.why) for place in list(refs)[: self._max_dead + 1]]
+            if not self._bisecting:
+                raise EffectError(f"{rejected[0].place}: {reject.why}") from reject
+            raise RejectedRecords(rejected) from reject
         except psycopg.Error:
             raise
         except Exception as error:
@@ -320,7 +331,7 @@ class BatchTable:
         """Keep the ids of the batches that pass. If one is not in the usual form, the database's are used instead."""
         from spark_jobs.dedup.processed import ids_of
 
-        self._ids = [] if isinstance(self._strategy, Remembering) else None
+        self._ids = [] if self._strategy.remembers else None
         for batch in batches:
             if self._ids is not None:
                 try:

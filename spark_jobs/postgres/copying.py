@@ -16,8 +16,8 @@ from psycopg import sql
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_HEAD: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
-_TAIL: Final = b"\xff\xff"
+HEAD: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+TAIL: Final = b"\xff\xff"
 
 
 class Unfit(Exception):
@@ -42,11 +42,11 @@ def copy_rows(
     fixed = {name: encode for name, encode in encoders.items() if callable(encode)}
     texts = {name: encode for name, encode in encoders.items() if isinstance(encode, bytes)}
     with cursor.copy(_into(table, [*fixed, *texts], "binary")) as copy:
-        copy.write(_HEAD)
+        copy.write(HEAD)
         for batch in batches:
             for part in encoding.parts(batch):
                 copy.write(encoding.rows_of(part, fixed, texts))
-        copy.write(_TAIL)
+        copy.write(TAIL)
 
 
 def copy_csv(

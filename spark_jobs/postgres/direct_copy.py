@@ -18,9 +18,10 @@ from outbox._clients.postgres import pipeline
 from outbox.consumer.postgres_errors import passing
 from outbox.consumer.statements import IMMEDIATE
 from spark_jobs.dedup.strategies import (
+    Dedup,
     DedupStore,
+    Fingerprint,
     OffsetsOnly,
-    Remembering,
     Strategy,
     ask_forgotten_before,
     column_types,
@@ -86,7 +87,7 @@ class DirectCopy:
         self, cursor: psycopg.Cursor[Any], dedup: DedupStore, strategy: Strategy, rows: Iterable[pa.RecordBatch]
     ) -> int:
         """Copy rows, and ids if they are remembered. Returns the number of rows. Raises FallbackToBatch."""
-        ids: list[Ids] | None = [] if isinstance(strategy, Remembering) else None
+        ids: list[Ids] | None = [] if strategy.remembers else None
         counts: list[int] = []
         try:
             copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, counts, ids))
@@ -148,7 +149,7 @@ def direct_for(
 
     columns  of ``batch``, with their Postgres types; ``payload`` are those of the payload.
     """
-    if not isinstance(effect, Insert) or not isinstance(strategy, Remembering | OffsetsOnly):
+    if not isinstance(effect, Insert) or not isinstance(strategy, Dedup | Fingerprint | OffsetsOnly):
         return None
     # Read first: if the table is altered before the next query, the task notices, because it compares this again.
     _, seen = _look(cursor, effect.table, ())

@@ -19,10 +19,11 @@ import pyarrow.compute as pc
 from spark_jobs import ids as identity
 from spark_jobs.postgres.copying import Unfit
 
-# The epoch of Postgres, 2000-01-01, in days since 1970-01-01.
-_POSTGRES_DAY: Final = 10_957
+POSTGRES_DAY: Final = 10_957
+"""The epoch of Postgres, 2000-01-01, in days since 1970-01-01."""
+
 _A_DAY: Final = 86_400_000_000
-_POSTGRES_MICROSECOND: Final = _POSTGRES_DAY * _A_DAY
+_POSTGRES_MICROSECOND: Final = POSTGRES_DAY * _A_DAY
 # 0001-01-01 and the last microsecond of 9999.
 _FIRST: Final = -62_135_596_800_000_000
 _LAST: Final = 253_402_300_799_999_999
@@ -153,7 +154,7 @@ def _booleans(column: pa.Array) -> np.ndarray[Any, Any]:
 
 def _days(column: pa.Array) -> np.ndarray[Any, Any]:
     _require_within(column)
-    return _bytes_of(_values(column.cast(pa.int32())) - _POSTGRES_DAY, ">i4")
+    return _bytes_of(_values(column.cast(pa.int32())) - POSTGRES_DAY, ">i4")
 
 
 def _require_within(column: pa.Array) -> None:
@@ -171,17 +172,13 @@ def _timestamps(column: pa.Array) -> np.ndarray[Any, Any]:
 
 
 def _uuids(column: pa.Array) -> np.ndarray[Any, Any]:
-    """Encode UUIDs, which are texts, or 16 bytes each."""
-    if pa.types.is_fixed_size_binary(column.type):
-        found: np.ndarray[Any, Any] = np.frombuffer(column.buffers()[1], np.uint8).reshape(-1, 16)
-        return found[column.offset : column.offset + len(column)]
     ids, wrong = identity.parsed(column)
     for row in np.flatnonzero(wrong & column.is_valid().to_numpy(zero_copy_only=False)):
         text = column[int(row)].as_py()
         if not _UNUSUAL_UUID.fullmatch(text):
             raise Unfit("a text that is no UUID", "22P02")
         ids[row] = np.frombuffer(UUID(text).bytes, np.uint8)
-    found = ids
+    found: np.ndarray[Any, Any] = ids
     return found
 
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
 
 from outbox.consumer.errors import shown
-from outbox.consumer.model import META_PLACE, MessageRef, RejectedRecord, refs_of
+from outbox.consumer.model import META_PLACE, RejectedRecord, refs_of
 from outbox.consumer.postgres_errors import by_data, passing
-from spark_jobs.outcomes import EffectError
+from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.postgres.copying import Unfit, copy_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-
-_AT_ONCE: Final = 1024 * 1024
-"""So many bytes are worth a COPY of their own."""
 
 
 def copy_fitting(
@@ -28,44 +24,40 @@ def copy_fitting(
     table: sql.Composable,
     columns: Mapping[str, str],
     batches: Iterable[pa.RecordBatch],
+    found: list[RejectedRecord],
     max_dead: int,
-) -> list[RejectedRecord]:
-    """Copy rows as ``copy_rows`` does. If some do not fit, copy none, and return the first ``max_dead`` + 1 messages.
+) -> None:
+    """Copy rows as ``copy_rows`` does. If some do not fit, copy none, and add the messages of those to ``found``.
 
     All is copied under one savepoint: a session with more than 64 that have written makes others slower. After an error
     the rows are only tried: a batch that fails is halved, down to single rows, each part under a savepoint that is
-    rolled back. Raises EffectError for a row that does not identify its message.
+    rolled back. Raises EffectError for a row that does not identify its message, and RejectedRecords when there are
+    more than ``max_dead``.
     """
     rest = iter(batches)
     parts: list[pa.RecordBatch] = []
     try:
         with cursor.connection.transaction():
-            while parts := _some(rest):
+            for batch in rest:
+                parts = [batch]
                 copy_rows(cursor, table, columns, parts)
-        return []
+        return
     except (Unfit, psycopg.Error) as error:
         whole, _ = _reason(error)
-    found: dict[MessageRef, RejectedRecord] = {}
+    places = {record.place for record in found}
     for row, why, state in _refused(cursor, table, columns, itertools.chain(parts, rest)):
         if not META_PLACE.keys() <= set(row.schema.names):
             raise EffectError(
                 f"{why}; it is a row of the transform, of no one message, so no message can be put aside for it"
             )
         (place,) = refs_of(row)
-        found.setdefault(place, RejectedRecord(place, "failed", why, state))
+        if place not in places:
+            places.add(place)
+            found.append(RejectedRecord(place, "failed", why, state))
         if len(found) > max_dead:
-            break
+            raise RejectedRecords(found)
     if not found:
         raise EffectError(f"{whole}; each of the rows fits by itself")
-    return list(found.values())
-
-
-def _some(batches: Iterator[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """Take the next batches for one COPY: each waits for an answer, and of small batches there may be many."""
-    taken: list[pa.RecordBatch] = []
-    while sum(batch.nbytes for batch in taken) < _AT_ONCE and (batch := next(batches, None)) is not None:
-        taken.append(batch)
-    return taken
 
 
 def _refused(

@@ -205,7 +205,8 @@ class PostgresGroupStore:
         stored: Mapping[str, Mapping[str, Any]] = (rows[0][0] if rows else None) or {}
         return {
             (topic, int(part)): AddedEnds(
-                *({(topic, int(at)): int(end) for at, end in one[name].items()} for name in ("before", "ends"))
+                # A driver of version 0.1 has noted no ``before``.
+                *({(topic, int(at)): int(end) for at, end in one.get(name, {}).items()} for name in ("before", "ends"))
             )
             for topic, parts in stored.items()
             for part, one in parts.items()
@@ -223,8 +224,9 @@ class PostgresGroupStore:
             if not changed.rowcount:
                 self.rows.require(connection, generation)
 
-    def dead_keys(self, topics: Iterable[str]) -> list[tuple[str, bytes]]:
-        return [(topic, bytes(key)) for topic, key in self._read(KEYS, topics=list(topics))]
+    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
+        rows = self._read(KEYS, topics=list(topics))
+        return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[RetryRecord]:
         """Return dead letters to be retried: those of one partition, in the order of their messages.

@@ -26,7 +26,7 @@ from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import BatchTable
 from spark_jobs.postgres.direct_copy import DirectCopy
 from spark_jobs.postgres.group_store import PostgresGroupStore
-from spark_jobs.sink import Move, Whole
+from spark_jobs.sink import Move, Way, Whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -142,14 +142,17 @@ class PostgresTransaction:
     def at_once(self) -> AbstractContextManager[object]:
         return pipeline(self.cursor.connection)
 
-    def remember(self, rows: Iterable[pa.RecordBatch], *, careful: bool = False) -> int:
-        if self._sink.direct is not None and not careful:
+    def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
+        if self._sink.direct is not None and way == Way():
             return self._sink.direct.apply(self.cursor, self._sink.dedup, self._sink.strategy, rows)
         self._applying = applying = self._sink.applying(self.cursor, self._most)
-        applying.copy(rows)
+        if way.lenient:
+            applying.copy_leniently(rows)
+        else:
+            applying.copy(rows)
         if self._requests:
             self._matched = applying.places()
-        applying.reduce(suspect=careful, forgiven=forgiven(self._requests))
+        applying.reduce(suspect=way.repeats, forgiven=forgiven(self._requests))
         return applying.count()
 
     def move(self, moved: Move) -> None:
@@ -228,7 +231,7 @@ def move(
         moved.partition,
         moved.span.end,
         reached=moved.reached,
-        log_end=moved.span.log_end,
+        log_end=moved.log_end,
         leader_epoch=moved.span.leader_epoch,
         applied=applied,
         duplicates=moved.read - moved.fresh,

@@ -426,6 +426,8 @@ def stream_columns(schema: StructType) -> tuple[dict[str, str], pa.Schema]:
     import pyarrow as pa
     from pyspark.sql import types as t
 
+    from spark_jobs.payloads.json_output import has_json
+
     types: dict[str, str] = {}
     form: list[pa.Field] = []
     atoms: list[DataType] = [t.StringType(), t.IntegerType(), t.LongType(), t.TimestampType(), t.BooleanType()]
@@ -439,7 +441,7 @@ def stream_columns(schema: StructType) -> tuple[dict[str, str], pa.Schema]:
             raise JobError(f"column {name}: two columns have the name; rename one")
         types[name] = _of_column(name, kind)
         read = meta[_META_KINDS[name]] if kind == "void" else field.dataType
-        if types[name] == "jsonb" and _in_postgres(read) is None:
+        if types[name] == "jsonb" and ("variant" in kind or not has_json(arrow_type(read))):
             raise JobError(f"column {name}: {kind} can't be written as JSON here; use to_json in the query")
         form.append(pa.field(name, arrow_type(read)))
     return types, pa.schema(form)

@@ -52,7 +52,7 @@ def start(
         master = master or DEFAULT_MASTER
         # Workers use this interpreter instead of any python3 on the PATH, and find the user's modules.
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-        paths = _import_paths()
+        paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         require_not_hidden(paths)
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     from pyspark.sql import SparkSession
@@ -107,15 +107,11 @@ def beside(session: SparkSession) -> SparkSession:
         raise JobError("spark: a session of Spark Connect is on another machine; a consumer needs Spark's driver here")
     if str(session.sparkContext.master).startswith("local"):
         # Local workers start in the working directory.
-        require_not_hidden(_import_paths())
+        require_not_hidden([str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     made = SparkSession(session.sparkContext, session._jsparkSession.cloneSession())  # noqa: SLF001
     for name, value in REQUIRED_CONF.items():
         made.conf.set(name, value)
     return made
-
-
-def _import_paths() -> list[str]:
-    return [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
 
 def require_not_hidden(paths: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ class TaskDecoder:
               process the rows first.
     most      the limit of a payload, in bytes: a larger one is not decoded.
     traces    takes a sample of the messages' traces; None if the driver records no span.
-    sizes     takes how much any attempt reads of each range: the last one leaves out what becomes dead letters.
+    sizes     takes how much is read of each range.
     times     takes when the messages' events were written; None if the driver serves no metrics.
     """
 

@@ -21,15 +21,13 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 from outbox.consumer.errors import JobError
 from spark_jobs.errors import InputCut
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from spark_jobs.task.reader import RangeProgress
 
 END_OF_STREAM: Final = b"\xff\xff\xff\xfc"
 """pyspark.serializers.SpecialLengths.END_OF_STREAM in its wire format."""
@@ -46,6 +44,17 @@ Stream = io.BufferedReader | io.BufferedRWPair
 Batch = TypeVar("Batch")
 
 
+class Progress(Protocol):
+    """How much of a range has been read.
+
+    at    the offset before which no message is outstanding; may be beyond the range once that is complete.
+    size  bytes, of messages also that are not among the batches.
+    """
+
+    at: int
+    size: int
+
+
 class TaskInput(Generic[Batch]):
     """The batches of a task, to be read once: Arrow batches from Spark, or Messages from Kafka.
 
@@ -54,7 +63,7 @@ class TaskInput(Generic[Batch]):
     """
 
     def __init__(
-        self, batches: Iterable[Batch], check_end: Callable[[], None], progress: RangeProgress | None = None
+        self, batches: Iterable[Batch], check_end: Callable[[], None], progress: Progress | None = None
     ) -> None:
         self._given = batches
         self._batches = iter(batches)

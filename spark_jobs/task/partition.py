@@ -10,8 +10,8 @@
 | apply_retry      | the driver, if Spark runs no task      | the same                                          |
 | step_over        | the driver                             | ranges with nothing to apply, in one transaction  |
 
-read_and_apply and apply_in_driver call apply_range for each range; this and apply_rows call _apply, the transaction of
-one range. At-most-once a range has two transactions, see postgres/at_most_once.py.
+read_and_apply and apply_in_driver call apply_range for each range; this and apply_rows call _apply_feed, the
+transaction of one range. At-most-once a range has two transactions, see postgres/at_most_once.py.
 
 Offsets, ids and counts are written before the effect runs: if the effect's function commits the transaction, which it
 must not do, they are committed with it.
@@ -36,8 +36,8 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,8 +57,8 @@ from outbox.consumer.errors import (
 from outbox.consumer.letters import DeadLetter
 from outbox.consumer.model import MessageRef, Partition, Range, RetryRequest
 from spark_jobs.errors import InputCut
-from spark_jobs.outcomes import EffectError, FallbackToBatch, RangeOutcome, RejectedRecords
-from spark_jobs.sink import Move, Sink, Transaction
+from spark_jobs.outcomes import CopyError, EffectError, FallbackToBatch, RangeOutcome, RejectedRecords
+from spark_jobs.sink import Move, Sink, Way
 from spark_jobs.task.behind import Behind
 from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.feed import Feed, rejected_text
@@ -91,6 +91,7 @@ FAILURES: Final[Mapping[RangeOutcome, type[ConsumerError]]] = {
 """The errors for which a range could not be applied this time, by outcome. A subclass is reported as the class here."""
 
 _STOPPING: Final[Mapping[type[Exception], RangeOutcome]] = {
+    CopyError: RangeOutcome.COPY_ERROR,
     FallbackToBatch: RangeOutcome.FALLBACK,
     Fenced: RangeOutcome.FENCED,
     OffsetMoved: RangeOutcome.MOVED,
@@ -135,10 +136,13 @@ class TaskPlan:
 
     sink      where the rows go.
     ranges    the offsets to apply of each partition.
+    log_ends  where Kafka's log ended when the round was planned; for monitoring.
     required  columns that may not be NULL.
     max_dead  a task that finds more rejected messages than this reads no further.
     dead      messages to store as dead letters with the range; they are not among the rows.
-    careful   partitions that had repeats lately, or rows that could not be copied directly into the sink's table.
+    suspects  partitions that had repeats recently.
+    lenient   partitions with a value that does not fit its column.
+    slow      partitions whose rows could not be copied directly into the sink's table recently.
     decoder   decodes the messages, for a task that reads Kafka and applies what it reads.
     behind    what such a task puts aside in addition to ``dead``: messages that nothing has read before it.
     tasks     the partition of each Spark task, for rows that Spark has processed.
@@ -147,10 +151,13 @@ class TaskPlan:
 
     sink: Sink
     ranges: Mapping[Partition, Range]
+    log_ends: Mapping[Partition, int]
     required: tuple[str, ...]
     max_dead: int
     dead: Mapping[Partition, Sequence[DeadLetter]] = field(default_factory=dict)
-    careful: frozenset[Partition] = frozenset()
+    suspects: frozenset[Partition] = frozenset()
+    lenient: frozenset[Partition] = frozenset()
+    slow: frozenset[Partition] = frozenset()
     decoder: TaskDecoder | None = None
     behind: Behind | None = None
     tasks: Mapping[int, Partition] = field(default_factory=dict)
@@ -169,6 +176,9 @@ class TaskPlan:
 
     def without(self, partition: Partition) -> frozenset[int]:
         return frozenset(letter.record.place[2] for letter in self.dead.get(partition, ()))
+
+    def way(self, partition: Partition) -> Way:
+        return Way(partition in self.suspects, partition in self.lenient, partition not in self.slow)
 
 
 class RangeStopped(Exception):
@@ -205,10 +215,14 @@ def apply_rows(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[p
     Known failures are reported instead of raised: an error in Spark would end the tasks of all other partitions, and
     carry less information.
     """
+    first = next((batch for batch in batches if batch.num_rows), None)
     partition = plan.partition()
-    yield _apply(
-        plan, partition, batches, lambda rows: Feed(plan.required, _of_one(partition, rows), plan.max_dead)
-    ).report(partition)
+    if first is None:
+        # The range has only transaction markers, or the transform has filtered all of its rows.
+        yield TaskResult(RangeOutcome.EMPTY).report(partition)
+        return
+    rows = _of_one(partition, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
+    yield _apply_feed(plan, partition, Feed(plan.required, rows, plan.max_dead), batches).report(partition)
 
 
 def with_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[pa.RecordBatch]) -> Iterator[Any]:
@@ -252,8 +266,8 @@ def read_and_apply(plan: TaskPlan, reader: RangeReader, partition: Partition) ->
     yield apply_range(plan, partition, messages).report(partition)
 
 
-def read_in_driver(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]] | None:
-    """Read all ranges for apply_in_driver. None if the messages are too large for that."""
+def read_in_driver(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]]:
+    """Read all ranges for apply_in_driver. Raises TooMuch."""
     without = {partition: plan.without(partition) for partition in plan.ranges}
     with kept(settings) as reader:
         return reader.whole(plan.ranges, without)
@@ -277,9 +291,19 @@ def apply_in_driver(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]
 
 
 def apply_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> TaskResult:
-    """Apply a partition's range, which the caller reads from Kafka."""
+    """Apply a partition's range, which the caller reads from Kafka.
+
+    Unlike ``apply_rows``, it also moves the offset over a range without messages, because here their absence is proved.
+    """
     assert plan.decoder is not None
-    result = _apply(plan, partition, messages, functools.partial(_fed, plan))
+    try:
+        with stopping(_where(plan, partition)):
+            # Before the transaction: Kafka may be slow, and the partition's offset must not be locked meanwhile.
+            first = next(messages, None)
+    except RangeStopped as stop:
+        return TaskResult(stop.outcome, detail=stop.detail)
+    parts = messages if first is None else itertools.chain([first], messages)
+    result = _apply_feed(plan, partition, _fed(plan, parts), messages)
     plan.decoder.note_size(partition, messages.size)
     return result
 
@@ -298,14 +322,19 @@ def apply_all_in_one(
     where = f"{len(spans)} ranges at once"
     try:
         with stopping(where), plan.sink.transaction(where, _All(read.values()), most=0, here=True) as into:
-            if not into.fence_all(spans) or not _all_new(into, feeds.values()):
+            fresh = -1
+            if into.fence_all(spans):
+                # A direct copy ends with this error at a repeat.
+                with suppress(FallbackToBatch):
+                    fresh = into.remember(itertools.chain.from_iterable(feed.whole() for feed in feeds.values()), Way())
+            if fresh != sum(feed.rows for feed in feeds.values()):
                 # An error would close the driver's session, and these two are expected: a moved offset, a repeat.
                 into.rollback()
                 return None
             with into.at_once():
                 for partition, feed in feeds.items():
                     into.move(_moved(plan, partition, feed, feed.rows, read[partition]))
-            if any(feed.rows for feed in feeds.values()):
+            if fresh:
                 into.apply()
     except Exception as error:  # noqa: BLE001  found again, and reported, where each range is tried by itself
         _LOG.info("%s could not be applied, so each is applied by itself: %s", where, shown(error))
@@ -313,16 +342,6 @@ def apply_all_in_one(
     for partition, messages in read.items():
         plan.decoder.note_size(partition, messages.size)
     return {partition: _applied(feed, feed.rows, into.now()) for partition, feed in feeds.items()}
-
-
-def _all_new(into: Transaction, feeds: Collection[Feed]) -> bool:
-    """Load the rows of several ranges. Return whether none was applied before."""
-    try:
-        fresh = into.remember(batch for feed in feeds for batch in feed.whole())
-    except FallbackToBatch:
-        # A direct copy ends with this error at a repeat.
-        return False
-    return fresh == sum(feed.rows for feed in feeds)
 
 
 class _All:
@@ -358,26 +377,18 @@ def _ahead(plan: TaskPlan, parts: Iterable[Messages], behind: list[DeadLetter]) 
         yield others
 
 
-def _apply(
-    plan: TaskPlan, partition: Partition, source: TaskInput[Any], fed: Callable[[Iterable[Any]], Feed]
-) -> TaskResult:
-    """Apply a range in a transaction of its own. ``fed`` makes rows of what the input gives."""
+def _apply_feed(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> TaskResult:
     where, span = _where(plan, partition), plan.ranges[partition]
-    first: list[Any] = []
-    feed = fed(itertools.chain(first, source))
     try:
-        with stopping(where):
-            # Before the transaction: Kafka may be slow, and the partition's offset must not be locked meanwhile.
-            first += itertools.islice(source, 1)
-            with plan.sink.transaction(where, source, most=plan.max_dead, here=plan.in_driver) as into:
-                if not into.fence(partition, span):
-                    # Rolled back, because COMMIT requires that the input was read to its end.
-                    into.rollback()
-                    return TaskResult(RangeOutcome.ALREADY)
-                fresh = into.remember(feed.whole(), careful=partition in plan.careful)
-                into.move(_moved(plan, partition, feed, fresh, source))
-                if fresh:
-                    into.apply()
+        with stopping(where), plan.sink.transaction(where, source, most=plan.max_dead, here=plan.in_driver) as into:
+            if not into.fence(partition, span):
+                # Rolled back, because COMMIT requires that the input was read to its end.
+                into.rollback()
+                return TaskResult(RangeOutcome.ALREADY, feed.rows, size=feed.size)
+            fresh = into.remember(feed.whole(), plan.way(partition))
+            into.move(_moved(plan, partition, feed, fresh, source))
+            if fresh:
+                into.apply()
     except RangeStopped as stop:
         return TaskResult(stop.outcome, feed.rows, detail=stop.detail, size=feed.size)
     return _applied(feed, fresh, into.now())
@@ -385,7 +396,8 @@ def _apply(
 
 def _moved(plan: TaskPlan, partition: Partition, feed: Feed, fresh: int, source: TaskInput[Any]) -> Move:
     dead = (*plan.dead.get(partition, ()), *feed.behind)
-    return Move(partition, plan.ranges[partition], feed.rows, fresh, dead, source.reached)
+    span, log_end = plan.ranges[partition], plan.log_ends.get(partition)
+    return Move(partition, span, log_end, feed.rows, fresh, dead, source.reached)
 
 
 def _applied(feed: Feed, fresh: int, committed: float | None) -> TaskResult:
@@ -428,7 +440,7 @@ def apply_retry(
             if not into.hold(retried):
                 into.rollback()
                 return TaskResult(RangeOutcome.ALREADY)
-            fresh = into.remember(feed.whole(), careful=True)
+            fresh = into.remember(feed.whole(), Way(repeats=True, lenient=DEAD_LETTERS in plan.lenient))
             into.resolve()
             if fresh:
                 into.apply()
@@ -456,10 +468,12 @@ def stopping(where: str) -> Iterator[None]:
         raise RangeStopped(outcome, str(error)) from error
 
 
-def step_over(plan: TaskPlan) -> None:
+def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
     """Move the offsets over ranges with nothing to apply, and store their dead letters, in one transaction."""
     where = "stepping over what holds nothing to apply"
     with stopping(where), plan.sink.transaction(where, NO_INPUT, most=0, here=True) as into:
-        for partition, span in sorted(plan.ranges.items()):
+        for partition in sorted(partitions):
+            span = plan.ranges[partition]
             if into.fence(partition, span):
-                into.move(Move(partition, span, dead=plan.dead.get(partition, ())))
+                dead = plan.dead.get(partition, ())
+                into.move(Move(partition, span, plan.log_ends.get(partition), dead=dead))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,12 @@ if TYPE_CHECKING:
     from spark_jobs.task.incoming import Messages
 
 PATIENCE_SECONDS: Final = 30.0
+_OURS: Final = frozenset(
+    {
+        *("isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"),
+        *("enable.partition.eof", "check.crcs", "statistics.interval.ms"),
+    }
+)
 _ROWS: Final = 10_000
 """The most messages in one batch of a range."""
 _BYTES: Final = 16 * 1024 * 1024
@@ -58,18 +65,16 @@ _AT_FIRST: Final = 16
 _WAIT_SECONDS: Final = 0.02
 _MOST_BYTES: Final = 64 * 1024 * 1024
 """The most that the driver holds at once."""
-_OURS: Final[Mapping[str, Any]] = {
+_SETTINGS: Final[Mapping[str, Any]] = {
     "enable.auto.commit": False,
     "enable.partition.eof": True,
     "isolation.level": "read_committed",
     # If retention or a truncation has removed the offset, raise an error instead of reading elsewhere.
     "auto.offset.reset": "error",
+    "allow.auto.create.topics": False,
     "check.crcs": True,
     # Shows progress in records that are not delivered: see RangeReader._progress.
     "statistics.interval.ms": 1000,
-}
-_DEFAULTS: Final[Mapping[str, Any]] = {
-    "allow.auto.create.topics": False,
     # How long a broker waits at the end of a partition whose last record is a transaction marker: only its answer
     # shows that no message follows.
     "fetch.wait.max.ms": 20,
@@ -95,18 +100,17 @@ class ReaderSettings:
 
     def librdkafka(self) -> dict[str, Any]:
         """Return librdkafka's options. Raises JobError for one that the consumer must set itself."""
-        ours = {**_OURS, "group.id": f"{self.group}-spark"}
-        for name in ours.keys() & self.options.keys():
+        for name in _OURS & self.options.keys():
             raise JobError(f"kafka option {name!r} is set by the consumer itself; remove it")
-        return {**_DEFAULTS, **self.options, **ours}
+        return {**_SETTINGS, **self.options, "group.id": f"{self.group}-spark"}
 
 
-class RangeProgress:
-    """How much of one partition's range has been read.
+class TooMuch(Exception):
+    """A few messages are too large to be held at once."""
 
-    at    the offset before which no message is outstanding; may be beyond the range once that is complete.
-    size  bytes, of messages also that are not among the batches.
-    """
+
+class _RangeProgress:
+    """How much of one partition's range has been read."""
 
     def __init__(self, partition: Partition, span: Range, without: Collection[int]) -> None:
         self.partition = partition
@@ -183,17 +187,17 @@ class RangeReader:
 
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
         """Return a range's messages, except for the offsets ``without``; they are read during iteration."""
-        progress = RangeProgress(partition, span, without)
+        progress = _RangeProgress(partition, span, without)
         return TaskInput(self._parts(progress), progress.require_whole, progress)
 
     def whole(
         self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
-    ) -> dict[Partition, TaskInput[Messages]] | None:
-        """Read several ranges at once into memory, for few messages. None if these are too large for that."""
+    ) -> dict[Partition, TaskInput[Messages]]:
+        """Read several ranges at once into memory, for few messages. Raises TooMuch."""
         from spark_jobs.task.incoming import Messages
 
         spans = {
-            partition: RangeProgress(partition, span, without.get(partition, ())) for partition, span in ranges.items()
+            partition: _RangeProgress(partition, span, without.get(partition, ())) for partition, span in ranges.items()
         }
         found: dict[Partition, list[Messages]] = {partition: [] for partition in spans}
         size = 0
@@ -203,7 +207,7 @@ class RangeReader:
                 spans[partition].size += messages.size
             size += bytes_read
             if size > _MOST_BYTES:
-                return None
+                raise TooMuch
         return {
             partition: TaskInput(
                 [Messages.joined(parts)] if parts else [], spans[partition].require_whole, spans[partition]
@@ -211,7 +215,7 @@ class RangeReader:
             for partition, parts in found.items()
         }
 
-    def _parts(self, span: RangeProgress) -> Iterator[Messages]:
+    def _parts(self, span: _RangeProgress) -> Iterator[Messages]:
         from spark_jobs.task.incoming import Messages
 
         held: list[Messages] = []
@@ -226,7 +230,7 @@ class RangeReader:
         if held:
             yield Messages.joined(held)
 
-    def _read(self, spans: Mapping[Partition, RangeProgress]) -> Iterator[tuple[dict[Partition, Messages], int]]:
+    def _read(self, spans: Mapping[Partition, _RangeProgress]) -> Iterator[tuple[dict[Partition, Messages], int]]:
         """Read until all ranges are complete. Yields new messages by partition, and their bytes."""
         unread = {partition: span for partition, span in spans.items() if not span.whole}
         if not unread:
@@ -240,7 +244,7 @@ class RangeReader:
             at_once = _AT_FIRST
             while unread:
                 most = min(at_once, sum(span.end - span.at for span in unread.values()))
-                with _without_garbage_collection():
+                with _GARBAGE_COLLECTION.off():
                     messages = self._consumer.consume(most, _WAIT_SECONDS)
                     taken = self._sorted(messages, unread).items()
                     part = {partition: _columns(partition, some) for partition, some in taken if some}
@@ -293,7 +297,7 @@ class RangeReader:
             self._refused = error
 
     def _sorted(
-        self, messages: Sequence[Message], spans: Mapping[Partition, RangeProgress]
+        self, messages: Sequence[Message], spans: Mapping[Partition, _RangeProgress]
     ) -> dict[Partition, list[Message]]:
         """Return the messages of each partition. Raises KafkaException for an error."""
         if len(spans) == 1 and not any(message.error() for message in messages):
@@ -313,7 +317,7 @@ class RangeReader:
         return taken
 
 
-def _shown(spans: Mapping[Partition, RangeProgress]) -> str:
+def _shown(spans: Mapping[Partition, _RangeProgress]) -> str:
     named = [f"{topic}-{part} from offset {span.at}" for (topic, part), span in spans.items()]
     return ", ".join(named[:3]) + (f" and {len(named) - 3} partitions more" if len(named) > 3 else "")
 
@@ -331,20 +335,32 @@ def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
     )
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable it inside the block: creating many small objects takes half the time without searches for cycles.
+class _GarbageCollection:
+    """Switches Python's garbage collection off while any thread wants that; a driver may run several consumers."""
 
-    Of several threads, each that has disabled it enables it at its end, so it never stays off.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._without = 0
+        self._was = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Disable it inside the block: creating many small objects takes half the time without searches for cycles."""
+        with self._lock:
+            if self._without == 0:
+                self._was = gc.isenabled()
+                gc.disable()
+            self._without += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._without -= 1
+                if self._without == 0 and self._was:
+                    gc.enable()
+
+
+_GARBAGE_COLLECTION: Final = _GarbageCollection()
 
 
 _Name = tuple[int, str, frozenset[tuple[str, str]]]

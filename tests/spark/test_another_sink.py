@@ -11,7 +11,7 @@ from outbox.consumer.errors import JobError
 from outbox.consumer.model import Range
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.round_context import RoundContext
+from spark_jobs.driver.round_context import OffsetRanges, RoundContext
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.job import ConsumerJob
 from spark_jobs.task.reader import ReaderSettings
@@ -46,7 +46,7 @@ def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, small_batches, 
     context = RoundContext(bench.spark, job, store, SqliteSinks(path, job), reading, few=0)
     rounds = Rounds(context, PartitionAttempts(context))
     ranges = {(bench.topic, 0): Range("id", 0, MESSAGES), (bench.topic, 1): Range("id", 0, 1)}
-    counts = rounds.apply(ranges, 1)
+    counts = rounds.apply(OffsetRanges(ranges, {}), 1)
 
     assert (counts.applied, counts.dead, counts.duplicates) == (MESSAGES - 2, 2, 0)
     assert store.run("SELECT next_offset FROM offsets ORDER BY part") == [(MESSAGES,), (1,)]
@@ -67,7 +67,7 @@ def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, small_batches, 
     assert store.run("SELECT message_offset, state FROM dead_letters") == [(7, "dead")]
     assert store.run("SELECT count(*) FROM numbers WHERE n = ?", BAD) == [(1,)]
     # The same again: it was applied.
-    assert rounds.apply(ranges, 1).applied == 0
+    assert rounds.apply(OffsetRanges(ranges, {}), 1).applied == 0
 
 
 @pytest.mark.parametrize("strategy", [OffsetsOnly(), Fingerprint(), Dedup(key="idempotency-key")])

@@ -17,6 +17,7 @@ from outbox.consumer.errors import EffectFailed, Fenced
 from outbox.consumer.messages import Headers
 from outbox.consumer.model import Range
 from spark_jobs.driver import batch_attempts as batch
+from spark_jobs.driver.round_context import OffsetRanges
 from spark_jobs.job import ConsumerJob
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.spark import rows
@@ -153,7 +154,7 @@ def test_a_round_leaves_no_table(bench):
     # Who was superseded makes no table that its successor would not find.
     send(bench, [next(fresh)])
     with pytest.raises(Fenced, match="taken over"):
-        locking._rounds.apply({(bench.topic, 0): Range("", 0, 1)}, locking._generation)
+        locking._rounds.apply(OffsetRanges({(bench.topic, 0): Range("", 0, 1)}, {}), locking._generation)
     assert bench.rows(STAGED) == []
     assert last.once(threading.Event()).applied == 3
 

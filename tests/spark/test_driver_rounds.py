@@ -330,9 +330,9 @@ def rounds_of(bench: Bench, job: ConsumerJob, driver_records: int) -> list[int]:
         sizes: list[int] = []
         apply = runner._rounds.apply
 
-        def applied(ranges: Any, generation: int) -> Any:
-            sizes.append(sum(one.end - one.start for one in ranges.values()))
-            return apply(ranges, generation)
+        def applied(span: Any, generation: int) -> Any:
+            sizes.append(sum(one.end - one.start for one in span.ranges.values()))
+            return apply(span, generation)
 
         runner._rounds.apply = applied
         while runner._round(None):

@@ -50,9 +50,9 @@ def spans(monkeypatch) -> Spans:
     read: Spans = []
     real = Rounds.apply
 
-    def noted(self: Any, ranges: Any, generation: int) -> Any:
-        counts = real(self, ranges, generation)
-        read.append({partition: (one.start, one.end) for partition, one in ranges.items()})
+    def noted(self: Any, span: Any, generation: int) -> Any:
+        counts = real(self, span, generation)
+        read.append({partition: (one.start, one.end) for partition, one in span.ranges.items()})
         return counts
 
     monkeypatch.setattr(Rounds, "apply", noted)

@@ -240,17 +240,17 @@ def test_a_folder_of_the_same_name_in_the_way_of_workers(bench, start, tmp_path,
 
 
 def test_two_threads_without_garbage_collection():
-    """Each wants it off for a while; it is on again once the one that switched it off has ended."""
+    """Each switches it off for a while; the last one to end switches it on again."""
     import gc
 
     from spark_jobs.task import reader
 
+    collection = reader._GarbageCollection()
     assert gc.isenabled()
-    with reader._without_garbage_collection():
-        inner = reader._without_garbage_collection()
+    with collection.off():
+        inner = collection.off()
         inner.__enter__()
-        assert not gc.isenabled()
-    assert gc.isenabled()
+    assert not gc.isenabled()
     inner.__exit__(None, None, None)
     assert gc.isenabled()
 

@@ -88,5 +88,5 @@ class ConsumerGroup:
         of_sink = {field.name: other.pop(field.name) for field in fields(PostgresSink) if field.name in other}
         defaults = {"generation": 1, "strategy": Dedup(), "bisect": True}
         sink = PostgresSink(self.url, "consumer", "g", columns=columns, effect=effect, **{**defaults, **of_sink})
-        plan = {"required": sink.strategy.required, "max_dead": 10, **other}
+        plan = {"log_ends": {}, "required": sink.strategy.required, "max_dead": 10, **other}
         return TaskPlan(sink=sink, ranges={("t", part): Range(TOPIC_ID, start, start + size)}, **plan)

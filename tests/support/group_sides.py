@@ -34,7 +34,7 @@ from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
 from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink
-from spark_jobs.sink import Move
+from spark_jobs.sink import Move, Way
 from spark_jobs.task.input import NO_INPUT, in_memory
 
 GROUP, TOPIC, TOPIC_ID = "g", "t", "topic-id"
@@ -268,7 +268,7 @@ class OnSpark:
             if not into.fence(place, span):
                 into.rollback()
                 return None
-            fresh = into.remember(given)
+            fresh = into.remember(given, Way())
             into.move(Move(place, span, read=len(batch), fresh=fresh))
             if fresh:
                 into.apply()
@@ -279,7 +279,7 @@ class OnSpark:
         given = in_memory([rows(batch)])
         with self.sink().transaction("here", given, most=10) as into:
             assert into.fence(place, span)
-            fresh = into.remember(given)
+            fresh = into.remember(given, Way())
             into.move(Move(place, span, read=len(batch), fresh=fresh))
             between()
             into.apply()
@@ -311,7 +311,7 @@ class OnSpark:
                 try:
                     with self.sink().transaction("dead letters", given, most=10) as into:
                         assert into.hold(requests)
-                        fresh = into.remember(given, careful=True)
+                        fresh = into.remember(given, Way(repeats=True))
                         into.resolve()
                         if fresh:
                             into.apply()

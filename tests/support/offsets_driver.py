@@ -21,7 +21,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from relay.cli.app import app
 from spark_jobs.driver.options import Options
-from spark_jobs.driver.round_context import Counts, Ranges, RoundState
+from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 from spark_jobs.driver.runner import Runner
 from spark_jobs.job import ConsumerJob
 
@@ -49,16 +49,16 @@ class Driver:
 
     def step(self) -> dict[int, tuple[int, int]]:
         """Run one round that steps over what it reads. Gives from where to where, by partition."""
-        runner, rounds = self.runner, []
+        runner, spans = self.runner, []
 
-        def apply(ranges: Ranges, generation: int) -> Counts:
-            runner._rounds._attempts.step_over(ranges, RoundState(), generation)
-            rounds.append(ranges)
+        def apply(span: OffsetRanges, generation: int) -> Counts:
+            runner._rounds._step_over(span, RoundState(), generation)
+            spans.append(span)
             return Counts()
 
         runner._rounds.apply = apply
         runner._round(None)
-        return {part: (one.start, one.end) for ranges in rounds for (_, part), one in ranges.items()}
+        return {part: (one.start, one.end) for span in spans for (_, part), one in span.ranges.items()}
 
     def send(self, part: int, count: int, topic: str | None = None, **at) -> None:
         producer = Producer({"bootstrap.servers": self.topics.bootstrap_servers, "linger.ms": 5})
@@ -80,8 +80,8 @@ class Driver:
         """Have the group read a partition up to an offset."""
         store = self.runner._store
         here = store.stored([self.topic])[self.topic, part]
-        ranges = {(self.topic, part): Range(here.topic_id, here.next_offset, end)}
-        self.runner._rounds._attempts.step_over(ranges, RoundState(), self.runner._begin())
+        span = OffsetRanges({(self.topic, part): Range(here.topic_id, here.next_offset, end)}, {})
+        self.runner._rounds._step_over(span, RoundState(), self.runner._begin())
         assert store.stored([self.topic])[self.topic, part].next_offset == end
 
     def delete_before(self, part: int, offset: int) -> None:

@@ -21,9 +21,8 @@ from spark_jobs.task.feed import rejected_from
 from spark_jobs.task.input import TaskInput, in_memory
 
 EFFECT = "INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset"
-WAYS = ("batch", "direct", "by SQL")
-"""Through ``batch``, ids by COPY; straight into the sink's table; and through ``batch`` with ids by SQL, as they are
-spelt unusually."""
+WAYS = ("batch", "direct", "lenient")
+"""Through ``batch``, ids by COPY; straight into the sink's table; and through ``batch`` with ids by SQL."""
 
 
 @dataclass
@@ -52,14 +51,13 @@ class Sink(ConsumerGroup):
     ) -> dict[str, Any]:
         """Apply messages (id, n) from an offset on, as a task does, and again as the driver would. Gives the report."""
         numbers, ids = [n for _, n in messages], [name for name, _ in messages]
-        if self.way == "by SQL":
-            ids = [f"{{{name}}}" for name in ids]
         rows = numbered(numbers, ids, start=start, part=part, when=when, message_key=keys, message_type=types)
         straight = "effect" not in plan and isinstance(plan.get("strategy", Dedup()), Dedup)
         given = {
             "columns": COLUMNS,
             "effect": EFFECT,
             "generation": generation,
+            "lenient": frozenset({("t", part)} if self.way == "lenient" else ()),
             "direct": self.straight() if self.way == "direct" and straight else None,
             **plan,
         }
@@ -68,7 +66,7 @@ class Sink(ConsumerGroup):
         found: dict[str, Any] = report.to_pylist()[0]
         self.told.append(found["outcome"])
         if found["outcome"] == "fallback":
-            (report,) = task.apply_rows(replace(made, careful=frozenset({("t", part)})), self.given([rows]))
+            (report,) = task.apply_rows(replace(made, slow=frozenset({("t", part)})), self.given([rows]))
             found = report.to_pylist()[0]
         return found
 

@@ -38,7 +38,7 @@ from outbox.consumer.model import RejectedRecord
 from relay.metrics.groups import GroupWatch
 from spark_jobs.driver.options import Options
 from spark_jobs.driver.poison_search import PoisonSearch
-from spark_jobs.driver.round_context import Counts, Ranges, RoundState
+from spark_jobs.driver.round_context import Counts, OffsetRanges, RoundState
 from spark_jobs.driver.runner import Runner
 from spark_jobs.health import ConsumerHealth
 from spark_jobs.job import ConsumerJob
@@ -101,8 +101,8 @@ class Consumer:
         self._metrics.observe(text, figures)
         self._health.observe(text, figures)
 
-    def _step_over(self, ranges: Ranges, generation: int) -> Counts:
-        self.runner._rounds._attempts.step_over(ranges, RoundState(), generation)
+    def _step_over(self, span: OffsetRanges, generation: int) -> Counts:
+        self.runner._rounds._step_over(span, RoundState(), generation)
         return Counts()
 
 
@@ -208,11 +208,11 @@ def test_a_message_that_always_runs_into_a_limit_while_the_other_partition_moves
     consumer = Consumer(driver)
     step_over = consumer.runner._rounds.apply
 
-    def apply(ranges: Ranges, generation: int) -> Counts:
-        here = ranges.get((driver.topic, 0))
+    def apply(span: OffsetRanges, generation: int) -> Counts:
+        here = span.ranges.get((driver.topic, 0))
         if here is None or not here.start <= 1 < here.end:
-            return step_over(ranges, generation)
-        step_over({at: span for at, span in ranges.items() if at != (driver.topic, 0)}, generation)
+            return step_over(span, generation)
+        step_over(span.only([at for at in span.ranges if at != (driver.topic, 0)]), generation)
         failed = Interrupted(f"{driver.topic}-0: QueryCanceled: canceling statement due to statement timeout")
         failed.by_partition = {(driver.topic, 0): failed}
         raise failed

@@ -29,7 +29,7 @@ from spark_jobs.errors import InputCut
 from spark_jobs.outcomes import RejectedRecords
 from spark_jobs.postgres.group_store import PostgresGroupStore
 from spark_jobs.postgres.sink import PostgresSink
-from spark_jobs.sink import GroupStore, Move, Sink
+from spark_jobs.sink import GroupStore, Move, Sink, Way
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import NO_INPUT, TaskInput, in_memory
 from spark_jobs.task.partition import TaskPlan
@@ -44,7 +44,7 @@ class Database(Protocol):
     """One implementation, with tables: numbers (n < 100000, place, part), group ``g`` at 0 of t-0 and t-1."""
 
     sink: Sink
-    careful: bool
+    way: Way
 
     def read(self, what: str) -> list[Any]: ...
     def set(self, what: str) -> None: ...
@@ -79,7 +79,7 @@ class OnPostgres:
             direct = PostgresGroupStore(url, "consumer", "g", "test").direct(effect, Dedup(), COLUMNS, list(COLUMNS))
             assert direct is not None
         self.sink = PostgresSink(url, "consumer", "g", 1, COLUMNS, EFFECT, Dedup(), bisect=True, direct=direct)
-        self.careful = not straight
+        self.way = Way(straight=straight)
         self._url = url
 
     def read(self, what: str) -> list[Any]:
@@ -105,7 +105,7 @@ class OnSqlite:
                 f"VALUES ('g', 't', {part}, '{TOPIC_ID}', 0, 1)"
             )
         self.sink = SqliteSink(path, "g", 1, tuple(COLUMNS), EFFECT)
-        self.careful = False
+        self.way = Way()
 
     def read(self, what: str) -> list[Any]:
         return SqliteStore(self._path, "g").run(self.queries[what])
@@ -141,7 +141,7 @@ def apply(
         if not into.fence(("t", part), span):
             into.rollback()
             return None
-        fresh = into.remember(given, careful=database.careful)
+        fresh = into.remember(given, database.way)
         into.move(Move(("t", part), span, read=read, fresh=fresh, **counted))
         if fresh:
             into.apply()
@@ -158,7 +158,7 @@ def test_everything_is_committed_together(database):
     given = in_memory([rows([1, 2, 3])])
     with database.sink.transaction("here", given, most=10) as into:
         assert into.fence(PARTITION, span)
-        assert into.remember(given, careful=database.careful) == 3
+        assert into.remember(given, database.way) == 3
         into.move(Move(PARTITION, span, read=3, fresh=3, dead=[letter(7)], reached=9))
         into.apply()
         assert nothing_happened(database)
@@ -178,7 +178,7 @@ def test_an_error_takes_all_of_it_back(database, after):
     span, given = Range(TOPIC_ID, 0, 1), in_memory([rows([1])])
     steps = {
         "fence": lambda into: into.fence(PARTITION, span),
-        "remember": lambda into: into.remember(given, careful=database.careful),
+        "remember": lambda into: into.remember(given, database.way),
         "move": lambda into: into.move(Move(PARTITION, span, read=1, fresh=1, dead=[letter(0)])),
         "apply": lambda into: into.apply(),
     }
@@ -199,7 +199,7 @@ def test_nothing_is_committed_without_the_proof_of_the_inputs_end(database):
         with database.sink.transaction("here", given, most=10) as into:
             into.fence(PARTITION, Range(TOPIC_ID, 0, 1))
             if read:
-                into.remember(given, careful=database.careful)
+                into.remember(given, database.way)
                 into.apply()
 
     with pytest.raises(InputCut, match="not all of them"):
@@ -260,8 +260,9 @@ def test_two_attempts_at_once_apply_it_once(database):
 
 
 def repeats(database: Database, *batches: pa.RecordBatch, **where: int) -> int | None:
-    """Apply rows with repeats: as the driver would after FallbackToBatch, where that is what the sink says."""
-    database.careful = True
+    """Apply rows with repeats: as the driver would after Roundabout, where that is what the sink says."""
+    if isinstance(database, OnPostgres):
+        database.way = Way(repeats=True, straight=False)
     return apply(database, *batches, **where)
 
 
@@ -283,7 +284,8 @@ def test_a_range_without_rows_moves(database):
 
 def through_batch(database: Database) -> None:
     """What fails on the straight way takes the long one."""
-    database.careful = True
+    if isinstance(database, OnPostgres):
+        database.way = Way(straight=False)
 
 
 def test_what_the_effect_refuses_is_named_in_order_and_all_is_taken_back(database):
@@ -329,7 +331,7 @@ def test_what_the_rows_raise_passes_through(database):
     def remember() -> None:
         with database.sink.transaction("here", given, most=10) as into:
             into.fence(PARTITION, Range(TOPIC_ID, 0, 2))
-            into.remember(given, careful=database.careful)
+            into.remember(given, database.way)
 
     with pytest.raises(RejectedRecords, match="no JSON"):
         remember()
@@ -353,7 +355,7 @@ def retried(database: Database, requests: Mapping[Any, Any], *batches: pa.Record
         if not into.hold(requests):
             into.rollback()
             return None
-        fresh = into.remember(given, careful=True)
+        fresh = into.remember(given, Way(repeats=True))
         into.resolve()
         if fresh:
             into.apply()
@@ -363,7 +365,7 @@ def retried(database: Database, requests: Mapping[Any, Any], *batches: pa.Record
 def test_a_dead_letter_goes_with_its_effect(database):
     requests = letters(database, 3, 4)
     assert [one.place[2] for one in database.store().retried(["t"], 10, keep_order=False)] == [3, 4]
-    assert database.store().dead_keys(["t"]) == [("t", b"k")]
+    assert database.store().dead_keys(["t"]) == {("t", b"k"): None}
     assert retried(database, requests, rows([3, 4], start=3)) == 2
     assert (database.read("numbers"), database.read("letters")) == ([(3,), (4,)], [])
     # A retry of the task after its COMMIT.
@@ -421,7 +423,7 @@ def test_a_sink_travels_to_the_executors(database):
 
 def test_a_task_needs_nothing_else(database):
     """The task itself, with its report: applied, again, fenced."""
-    plan = TaskPlan(database.sink, {PARTITION: Range(TOPIC_ID, 0, 2)}, ("message_id",), 10)
+    plan = TaskPlan(database.sink, {PARTITION: Range(TOPIC_ID, 0, 2)}, {}, ("message_id",), 10)
 
     def report(made: TaskPlan, *batches: pa.RecordBatch) -> tuple[str, int]:
         ((found,),) = (one.to_pylist() for one in task.apply_rows(made, in_memory(batches)))
@@ -429,9 +431,9 @@ def test_a_task_needs_nothing_else(database):
 
     assert report(plan, rows([1, 2])) == ("applied", 2)
     assert report(plan, rows([1, 2])) == ("already", 0)
-    refused = replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 3)}, careful=frozenset({PARTITION}))
+    refused = replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 3)}, slow=frozenset({PARTITION}))
     assert report(refused, rows([100_000], start=2)) == ("rejected", 0)
-    task.step_over(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 9)}))
+    task.step_over(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 2, 9)}), [PARTITION])
     assert database.read("position") == [(9,)]
     database.set("younger")
     assert report(replace(plan, ranges={PARTITION: Range(TOPIC_ID, 9, 10)}), rows([9], start=9)) == ("fenced", 0)

@@ -131,11 +131,12 @@ def test_offsets_alone_go_with_every_effect():
     effects = ("SELECT 1", Insert("s"), Upsert("s", ["k"], deletes=True), lambda _cursor, _rows: None)
     for effect, atomic in itertools.product(effects, ("partition", "batch")):
         assert job(effect, atomic=atomic, keep_order=True, strategy=OffsetsOnly()).reducing == OffsetsOnly()
+    assert not OffsetsOnly().remembers
     assert OffsetsOnly().required == ()
 
 
 def test_names_that_are_the_consumers_own():
-    for name in ("outbox_batch_held_at", *META):
+    for name in ("outbox_batch_held_at", "message_raw_key", *META):
         with pytest.raises(JobError, match=f"the name {name} is reserved for the consumer"):
             job("SELECT 1", schema=Named("a", name)).payload_columns()
     assert job("SELECT 1", schema=Named("held_at", "outbox_id")).payload_columns() == ("held_at", "outbox_id")

@@ -176,7 +176,7 @@ def test_the_drivers_statements(hostile, admin):
         store.add([("t", 0)], {"t": "T"}, generation)
         assert store.is_new() is False
         assert store.state(["t"], generation, keep_order=True)[0]
-        assert store.dead_keys(["t"]) == []
+        assert store.dead_keys(["t"]) == {}
         assert store.retried(["t"], 10, keep_order=True) == []
         assert store.column_types("target") == {"n": ColumnType("integer"), "message_id": ColumnType("uuid")}
         assert store.direct(Insert("target", {"n": "n"}), OffsetsOnly(), {"n": "integer"}, ["n"]) is not None

@@ -55,9 +55,9 @@ def test_an_idle_round_is_one_statement_and_no_connection(counting):
 def test_tasks_of_a_process_share_a_session(counting):
     group = ConsumerGroup(counting.url)
     plan = group.plan(0, 0, 5, {}, "")
-    task.step_over(plan)
+    task.step_over(plan, [("t", 0)])
     counting.statements.clear()
-    task.step_over(replace(plan, ranges={("t", 1): plan.ranges["t", 0]}))
+    task.step_over(replace(plan, ranges={("t", 1): plan.ranges["t", 0]}), [("t", 1)])
     assert counting.opened == 1
     kinds = Counter(statement.split()[0] for statement in counting.statements)
     assert kinds == {b"BEGIN": 1, b"SELECT": 1, b"UPDATE": 1, b"COMMIT": 1, b"DISCARD": 1}

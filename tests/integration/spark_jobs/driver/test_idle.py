@@ -21,7 +21,7 @@ def test_what_a_kept_client_reports_does_not_pile_up(driver, monkeypatch, every)
     """Each report of its statistics waits in librdkafka, without limit, until the client is polled."""
     reports: list[str] = []
     monkeypatch.setattr(RangeReader, "_progress", lambda _, statistics: reports.append(statistics))
-    monkeypatch.setattr(reader, "_OURS", {**reader._OURS, "statistics.interval.ms": 50})
+    monkeypatch.setattr(reader, "_SETTINGS", {**reader._SETTINGS, "statistics.interval.ms": 50})
     with kept(ReaderSettings({"bootstrap.servers": driver.topics.bootstrap_servers}, GROUP)):
         pass
     with in_background(partial(driver.runner.continuous, every=every)):

@@ -27,7 +27,7 @@ from outbox.testing.fixtures import Topics
 from spark_jobs.errors import InputCut
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.task import reader
-from spark_jobs.task.reader import RangeReader, ReaderSettings
+from spark_jobs.task.reader import RangeReader, ReaderSettings, TooMuch
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,8 @@ def test_large_messages_are_not_held_all_at_once(opened, outbox_kafka):
     assert count == 200
     # 180 MB are read. A part of 16 MiB, what librdkafka holds, and what the last fetch brought.
     assert most < 120_000_000
-    assert opened.whole({(topic, PART): span(0, 200)}, {}) is None
+    with pytest.raises(TooMuch):
+        opened.whole({(topic, PART): span(0, 200)}, {})
     assert opened.broken
 
 
@@ -235,7 +236,8 @@ def test_keys_and_headers_count_too(opened, outbox_kafka):
     assert [offset for part in found for offset in part.offsets] == list(range(60))
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(reader, "_MOST_BYTES", 30_000_000)
-        assert opened.whole({(topic, PART): span(0, 60)}, {}) is None
+        with pytest.raises(TooMuch):
+            opened.whole({(topic, PART): span(0, 60)}, {})
 
 
 def test_a_process_keeps_one_reader_and_none_that_is_unfinished(full):

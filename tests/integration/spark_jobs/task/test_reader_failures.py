@@ -175,7 +175,7 @@ def test_a_long_stretch_that_was_aborted_is_waited_for(between, aborted, monkeyp
     _, proxy, _ = between
     # A record with each answer, and each answer late.
     settings_ = {"fetch.max.bytes": 1_000_000, "message.max.bytes": 1_000_000, "statistics.interval.ms": 50}
-    monkeypatch.setattr(reader, "_OURS", {**reader._OURS, **settings_})
+    monkeypatch.setattr(reader, "_SETTINGS", {**reader._SETTINGS, **settings_})
     proxy.on(FETCH, delay_response(0.25), times=10_000)
     try:
         with opened_at(proxy.address, patience_seconds=3.0) as made:
@@ -209,8 +209,8 @@ def test_a_reader_that_ends_early_commits_nothing(between, sink, monkeypatch):
 
 def test_messages_that_come_twice_are_not_applied_twice(between, sink, monkeypatch):
     _, proxy, topic = between
-    take = reader.RangeProgress.take
-    monkeypatch.setattr(reader.RangeProgress, "take", lambda self, messages: take(self, [*messages, *messages[-1:]]))
+    take = reader._RangeProgress.take
+    monkeypatch.setattr(reader._RangeProgress, "take", lambda self, messages: take(self, [*messages, *messages[-1:]]))
     with opened_at(proxy.address) as made:
         report = apply(sink, made, topic)
         assert report["outcome"] == "cut"

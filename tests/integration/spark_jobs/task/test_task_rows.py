@@ -16,11 +16,11 @@ from counting import Counting
 from psycopg import sql
 from task_sink import EFFECT, WAYS, Sink, sink
 
-from outbox.consumer.model import META_PLACE, Range
+from outbox.consumer.model import META_PLACE, Range, RejectedRecord
 from spark_jobs.dedup import strategies
 from spark_jobs.dedup.strategies import DedupStore
 from spark_jobs.errors import InputCut, Reject
-from spark_jobs.outcomes import EffectError
+from spark_jobs.outcomes import EffectError, RejectedRecords
 from spark_jobs.postgres import batch_table as applying
 from spark_jobs.postgres.fitting import copy_fitting
 from spark_jobs.task import partition as task
@@ -94,18 +94,20 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink, digits:
         "message_note": "text",
         "message_offset": "bigint",
     }
+    found: list[RejectedRecord] = []
     with psycopg.connect(sink.url) as connection:
         cursor = connection.cursor()
         cursor.execute(
             "CREATE TEMPORARY TABLE noted (number numeric, message_key text, message_note text, message_offset bigint)"
         )
-        found = copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], max_dead=2)
+        copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], found, max_dead=2)
         assert cursor.execute("SELECT message_offset FROM noted").fetchall() == []
         assert sorted(record.place[2] for record in found) == [1, 2]
         assert all(record.error.startswith("column message_note: ") for record in found), found
         assert {record.sqlstate for record in found} == {"22021"}
         # Where they are more than may be put aside, one more is enough.
-        assert len(copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], max_dead=0)) == 1
+        with pytest.raises(RejectedRecords, match=r"^1 messages can't be applied"):
+            copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], [], max_dead=0)
 
 
 @pytest.mark.parametrize("digits", [18, 38])
@@ -122,11 +124,13 @@ def test_what_can_not_be_encoded_is_found_with_its_column_and_state(sink: Sink, 
     name = pa.array([event_id(1), "no UUID"])
     for column, kind, values, state in (("at", "date", at, "22008"), ("name", "uuid", name, "22P02")):
         columns = {"number": f"numeric({digits})", column: kind}
+        found: list[RejectedRecord] = []
         with psycopg.connect(sink.url) as connection:
             cursor = connection.cursor()
             cursor.execute(f"CREATE TEMPORARY TABLE noted (number numeric, {column} {kind})".encode())
             batch = pa.RecordBatch.from_pydict({**place, "number": number, column: values})
-            (record,) = copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], max_dead=1)
+            copy_fitting(cursor, sql.Identifier("noted"), columns, [batch], found, max_dead=1)
+        (record,) = found
         assert (record.place[2], record.sqlstate) == (1, state)
         assert record.error.startswith(f"column {column}")
 
@@ -138,10 +142,11 @@ def test_how_many_savepoints_a_copy_keeps(sink: Sink) -> None:
     copying = {"columns": columns, "max_dead": 2}
 
     def kept(given: list[pa.RecordBatch]) -> tuple[int, list[tuple[int, int]], list[int]]:
+        found: list[RejectedRecord] = []
         with Counting(sink.url) as proxy, psycopg.connect(proxy.url) as connection:
             cursor = connection.cursor()
             cursor.execute("CREATE TEMPORARY TABLE noted (n int CHECK (n >= 0), message_offset bigint)")
-            found = copy_fitting(cursor, sql.Identifier("noted"), batches=given, **copying)
+            copy_fitting(cursor, sql.Identifier("noted"), batches=given, found=found, **copying)
             there = cursor.execute("SELECT count(*), count(DISTINCT xmin::text) FROM noted").fetchall()
         released = [one for one in proxy.statements if one.startswith(b"RELEASE")]
         undone = [one for one in proxy.statements if one.startswith(b"ROLLBACK TO")]

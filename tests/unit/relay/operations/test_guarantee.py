@@ -21,7 +21,7 @@ def test_the_strategies_are_those_of_the_consumers():
     classes = {
         name
         for name, kind in vars(strategies).items()
-        if isinstance(kind, type) and hasattr(kind, "required") and hasattr(kind, "reduce") and name != "Strategy"
+        if isinstance(kind, type) and hasattr(kind, "remembers") and not name.startswith("_") and name != "Strategy"
     }
     assert {str(each) for each in Strategy} == classes | {STREAM, DEDUP_BY_KEY, DEDUP_BY_OFFSET, AT_MOST_ONCE}
 

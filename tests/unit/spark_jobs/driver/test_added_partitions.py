@@ -12,7 +12,7 @@ from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.planner import limited
 from spark_jobs.postgres.group_store import AddedEnds
 
-OLD, OTHER, NEW = ("t", 0), ("t", 1), ("t", 2)
+OLD, OTHER, NEW, NEXT = ("t", 0), ("t", 1), ("t", 2), ("t", 3)
 Hidden = tuple[int, int]
 """Where a partition ends for a reader, and with what an open transaction hides."""
 LEADERLESS = None
@@ -220,3 +220,18 @@ def test_a_log_that_was_cut_while_the_added_one_got_its_first_messages():
     assert driver.look([7, 9, 1], [6, 8]) == ([], {OLD: 7, OTHER: 8})
     assert driver.look([7, 9, 1], [7, 8]) == ([], {OLD: 7, OTHER: 9})
     assert driver.look([7, 9, 1], [7, 9]) == ([NEW], {})
+
+
+def test_a_group_that_stood_still_goes_on():
+    """With ends that a driver has stored which did not keep them in one order."""
+    stuck = {
+        NEW: AddedEnds({OLD: 5, OTHER: 5}, {OLD: 10, OTHER: 5}),
+        NEXT: AddedEnds({OLD: 5, OTHER: 8}, {OLD: 10, OTHER: 9}),
+    }
+    ends: list[int | Hidden | None] = [12, 9, 3, 1]
+    driver, offsets = Driver(stuck), [5, 5]
+    offsets = driver.read(ends, offsets)
+    assert offsets == [10, 5]
+    for _ in range(3):
+        offsets = driver.read(ends, offsets)
+    assert offsets == ends

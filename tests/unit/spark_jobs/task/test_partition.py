@@ -24,7 +24,7 @@ class Sink:
     def transaction(self, *_: Any, **__: Any) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(
             fence_all=lambda _: True,
-            remember=lambda batches: sum(batch.num_rows for batch in batches),
+            remember=lambda batches, _: sum(batch.num_rows for batch in batches),
             at_once=nullcontext,
             move=lambda *_, **__: None,
             apply=lambda: None,
@@ -38,7 +38,7 @@ def test_the_time_of_ranges_that_are_applied_together_is_that_after_the_commit()
     places = [("t", 0), ("t", 1)]
     decoder: Any = SimpleNamespace(copyable=lambda parts: parts, note_size=lambda *_: None)
     sink: Any = Sink()
-    plan = TaskPlan(sink, dict.fromkeys(places, Range("id", 0, 1)), (), 0, decoder=decoder)
+    plan = TaskPlan(sink, dict.fromkeys(places, Range("id", 0, 1)), {}, (), 0, decoder=decoder)
     read: Any = {place: in_memory([pa.record_batch({"n": [1]})]) for place in places}
     results = apply_all_in_one(plan, read)
     assert results is not None
@@ -47,8 +47,9 @@ def test_the_time_of_ranges_that_are_applied_together_is_that_after_the_commit()
 
 def test_why_ranges_are_not_applied_together_is_logged(caplog):
     sink: Any = SimpleNamespace(transaction=lambda *_, **__: 1 / 0)
-    decoder: Any = SimpleNamespace(copyable=lambda parts: parts)
-    plan = TaskPlan(sink, {("t", 0): Range("id", 0, 1)}, (), 0, decoder=decoder)
+    plan = TaskPlan(
+        sink, {("t", 0): Range("id", 0, 1)}, {}, (), 0, decoder=SimpleNamespace(copyable=lambda parts: parts)
+    )
     with caplog.at_level(logging.INFO):
         assert apply_all_in_one(plan, {("t", 0): in_memory([])}) is None
     (line,) = caplog.messages

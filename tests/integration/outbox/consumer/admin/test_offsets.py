@@ -8,6 +8,7 @@ import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
 from offsets_driver import GROUP, Driver, driver
+from psycopg.types.json import Jsonb
 from reconcile_support import other_program
 from support import wait_until
 
@@ -18,6 +19,7 @@ from outbox.consumer.errors import DataLost, TopicRecreated
 from outbox.consumer.kafka_admin import TopicMissing
 from outbox.consumer.model import Loss, LossKind, OffsetBounds
 from outbox.errors import NotFound, OperationRefused
+from spark_jobs.postgres.group_store import AddedEnds
 
 __all__ = ["driver"]
 
@@ -215,6 +217,14 @@ def test_the_others_are_read_to_where_they_ended_when_one_was_added(driver, rest
         driver.runner = driver.start(most=4)
     assert driver.step() == {0: (8, 10)}
     assert driver.step() == {1: (0, 1)}
+
+
+def test_the_ends_that_a_driver_of_version_0_1_has_noted_are_waited_for(driver):
+    driver.meet()
+    noted = {driver.topic: {"2": {"topic_id": "id", "ends": {"0": 10, "1": 0}}}}
+    driver.rows("UPDATE consumer.groups SET added_ends = %s", Jsonb(noted), result=False)
+    ends = {(driver.topic, 0): 10, (driver.topic, 1): 0}
+    assert driver.runner._store.added_ends({driver.topic: "id"}) == {(driver.topic, 2): AddedEnds({}, ends)}
 
 
 @pytest.mark.parametrize("restarted", [False, True])

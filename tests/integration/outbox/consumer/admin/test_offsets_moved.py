@@ -21,7 +21,7 @@ from outbox.consumer.kafka_admin import KafkaAdmin
 from outbox.consumer.model import Range
 from outbox.errors import NotFound, OperationRefused, SchemaError
 from relay.cli.app import app
-from spark_jobs.driver.round_context import RoundState
+from spark_jobs.driver.round_context import OffsetRanges, RoundState
 
 __all__ = ["driver"]
 
@@ -62,9 +62,9 @@ def test_setting_an_offset_fences_a_running_consumer_and_is_audited(driver):
     # The consumer that ran meanwhile: neither its rounds nor its tasks' statement go through, and it says who it was.
     with pytest.raises(Fenced, match=r"was taken over.*by outbox offsets, .*start this one again"):
         running._round({})
-    ranges = {(driver.topic, 0): Range(details["partitions"][0]["topic_id"], 4, 6)}
+    span = OffsetRanges({(driver.topic, 0): Range(details["partitions"][0]["topic_id"], 4, 6)}, {})
     with pytest.raises(Fenced, match="was taken over"):
-        running._rounds._attempts.step_over(ranges, RoundState(), running._generation)
+        running._rounds._step_over(span, RoundState(), running._generation)
     [(generation,)] = driver.rows("SELECT DISTINCT generation FROM consumer.offsets")
     assert generation == driver.generation() == moved["generation"]
     driver.runner = driver.start()
