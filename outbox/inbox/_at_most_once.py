@@ -37,6 +37,7 @@ There are no dead letters: to apply one later is what must not happen, and keys 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -82,8 +83,8 @@ class _Batch:
 class AtMostOnceApplier(Applier):
     """Runs the transactions of a member's partitions, two for each batch."""
 
-    _interruptions: list[BaseException] = field(default_factory=list, init=False)
-    """What has interrupted the second transaction."""
+    _interruption: deque[BaseException] = field(default_factory=lambda: deque(maxlen=1), init=False)
+    """What has interrupted a transaction last."""
 
     def apply(self, part: Assigned) -> bool:
         """Commit the position past the next messages, then call the handler for each of them.
@@ -113,7 +114,7 @@ class AtMostOnceApplier(Applier):
         claim, pending = part.position, batch.pending
         called: list[KafkaMessage] = []
         found: list[MessageFailed] = []
-        self._interruptions.clear()
+        self._interruption.clear()
 
         def apply(connection: psycopg.Connection[Any]) -> None:
             self._group.confirm(connection, part.partition, batch.first, len(pending), claim.generation)
@@ -144,8 +145,8 @@ class AtMostOnceApplier(Applier):
             return True
         # The claim records what was not confirmed.
         part.forget_claim(part.due)
-        if self._interruptions and called:
-            self._count_lost(part, claim, batch, called[-1], self._interruptions[-1])
+        if self._interruption and called:
+            self._count_lost(part, claim, batch, called[-1], self._interruption[-1])
         return False
 
     def _commit_position(self, connection: psycopg.Connection[Any], part: Assigned, batch: _Batch) -> None:
@@ -178,7 +179,7 @@ class AtMostOnceApplier(Applier):
             self._group.take_back(connection, part.partition, applied=counted)
 
     def _interrupted(self, part: Assigned, error: BaseException) -> None:
-        self._interruptions.append(error)
+        self._interruption.append(error)
         super()._interrupted(part, error)
 
     def _failure(

@@ -49,9 +49,9 @@ class Output:
         """Wait a moment for acknowledgements. Returns how many records have none."""
         return self.producer.flush(_POLL_SECONDS)
 
-    def purge(self) -> None:
+    def purge(self, *, in_flight: bool = True) -> None:
         """Drop what is not acknowledged, and serve the reports: a callback would keep this and its clients."""
-        self.producer.purge()
+        self.producer.purge(in_flight=in_flight)
         until = time.monotonic() + _PURGE_SECONDS
         with suppress(KafkaException):
             while self.flush() and time.monotonic() < until:

@@ -419,8 +419,9 @@ class Session:
                 return once and time.monotonic() - began < seconds
 
     def _abort(self) -> None:
-        # An abort waits, for as long as it may, for reports that are not served.
-        self._output.purge()
+        # An abort waits, for as long as it may, for reports that are not served. What is in flight is to arrive before
+        # the transaction's end.
+        self._output.purge(in_flight=False)
         try:
             self._until_known(lambda: self._output.producer.abort_transaction(SECONDS))
         except KafkaException as error:
