@@ -122,7 +122,7 @@ class Member:
         self._generation: int | None = None
         self._upkeep_at = 0.0
         options = settings.options
-        # How long a fenced member waits before it claims again: by then Kafka has told one that slept of its loss.
+        # How long a fenced member waits before it claims again: by then one that slept has noticed its loss.
         reclaim_seconds = 2 * int(options.get("heartbeat.interval.ms", _HEARTBEAT_MS)) / 1000
         strategy, protocol = options.get("partition.assignment.strategy", ""), options.get("group.protocol", "")
         # With this protocol, librdkafka does not call back a member that gets no partitions.

@@ -58,9 +58,9 @@ def committed(
     requests for the positions time out.
 
     If an answer stays the same, it is accepted where the group is new, or where an operator may have set the group's
-    position between two runs. Where this run had read further, Kafka has lost the position, as nobody can set back a
-    group with members; the run goes on from its own. A position that was set back while this run was no member is not
-    noticed.
+    position between two runs. Where this run had read further, Kafka has lost the position, as that of a group with
+    members can't be set back; the run goes on from its own. A position that was set back while this run was no member
+    is not noticed.
 
     Raises InputLost where it has lost it with its topic, which was created again.
     """

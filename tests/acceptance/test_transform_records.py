@@ -173,7 +173,7 @@ def test_the_message_is_named_whose_record_is_invalid_and_not_one_of_its_batch(p
         wait_until(ended.is_set, 60, "its end")
     assert (caught.value.partition, caught.value.offset) == place.where[7]
     assert (place.position(), member.committed) == (0, 0)
-    assert "is repeated" not in caplog.text, "a step waited for reports that nobody served"
+    assert "is repeated" not in caplog.text, "a step waited for reports that were not served"
 
 
 def test_a_record_larger_than_the_producers_queue(place):

@@ -7,6 +7,8 @@ there is to read, as the driver does where nothing is to be applied.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import psycopg
 import pytest
@@ -39,13 +41,20 @@ class Driver:
         self.topic = topics.create_topic(topics.name("orders"), partitions)
         self.admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers})
         self.reports: list[str] = []
+        self.errors: list[str] = []
+        """Why it waited for a server."""
         self.runner = self.start()
 
     def start(self, most: int = 200_000, **declared) -> Runner:
         job = ConsumerJob(group=self.group, topics=[self.topic], effect="SELECT 1", **declared)
         kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
         options = Options(self.url, kafka, max_records=most, patience=30.0)
-        return Runner(None, job, options, lambda text, figures: self.reports.append(text))
+        return Runner(None, job, options, self._report)
+
+    def _report(self, text: str, figures: Mapping[str, Any]) -> None:
+        self.reports.append(text)
+        if "error" in figures:
+            self.errors.append(str(figures["error"]))
 
     def step(self) -> dict[int, tuple[int, int]]:
         """Run one round that steps over what it reads. Gives from where to where, by partition."""
