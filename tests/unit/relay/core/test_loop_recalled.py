@@ -160,6 +160,7 @@ def test_lanes_are_left_to_others_when_no_session_can_be_had(clock):
     gone = run_until_both_are_let_go(world)
     assert since[:1] == [None]
     assert None not in since[1:]
+    assert world.loop.without_session_since is not None
     assert gone[0][1] - since[1] < 1
     assert 10 <= gone[1][1] - since[1] < 11
     assert cleanly(gone) == {0: False, 1: False}
